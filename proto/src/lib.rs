@@ -1,0 +1,1 @@
+//! The `egressproxies.provider.v1` contract.

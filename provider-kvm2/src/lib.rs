@@ -1,0 +1,1 @@
+//! kvm2-providerd.
