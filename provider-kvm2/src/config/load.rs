@@ -1,0 +1,2 @@
+//! load
+pub fn load() {}

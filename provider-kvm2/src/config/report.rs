@@ -1,0 +1,3 @@
+//! report
+#[derive(Debug)]
+pub struct ConfigReport;

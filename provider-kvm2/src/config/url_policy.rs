@@ -1,0 +1,3 @@
+//! url policy
+#[derive(Debug, Clone, PartialEq)]
+pub struct UrlPolicy;

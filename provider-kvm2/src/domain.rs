@@ -1,0 +1,13 @@
+//! What a VM is on a host: its names, its document, its mark, its state and its
+//! addresses. Pure functions over text and numbers; knows nobody.
+
+pub mod addresses;
+pub mod document;
+pub mod instance_id;
+pub mod mark;
+pub mod names;
+pub mod state;
+
+pub use instance_id::InstanceId;
+pub use mark::{Mark, Phase};
+pub use names::VmName;

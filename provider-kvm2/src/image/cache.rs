@@ -1,0 +1,4 @@
+//! The cache.
+
+#[derive(Debug)]
+pub struct ImageCache;

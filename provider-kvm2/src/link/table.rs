@@ -1,0 +1,4 @@
+//! The host table.
+
+#[derive(Debug)]
+pub struct HostTable;

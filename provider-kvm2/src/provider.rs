@@ -1,0 +1,212 @@
+//! The operations, in the provider's own words. `service` turns the contract's
+//! messages into these and back; nothing here knows gRPC.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use secrecy::SecretSlice;
+
+use crate::config::Config;
+use crate::domain::InstanceId;
+pub use crate::domain::addresses::Address;
+pub use crate::domain::state::{State, StateReason};
+use crate::error::{ProviderError, Result};
+use crate::image::ImageStatus;
+
+/// What identifies an instance for its caller.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Key {
+    pub name: String,
+    pub uid: String,
+    pub installation_id: String,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Placement {
+    pub zone: String,
+    /// Not used for placing; part of the caller's spec hash.
+    pub region: String,
+    pub machine_type: String,
+    pub image: String,
+}
+
+/// A Create as asked for. `user_data` is opaque and secret.
+#[derive(Debug, Clone)]
+pub struct CreateRequest {
+    pub entry: String,
+    pub key: Key,
+    pub placement: Placement,
+    pub user_data: Arc<SecretSlice<u8>>,
+    pub spec_hash: String,
+    /// How long the caller waits for a cold image.
+    pub max_wait: Duration,
+}
+
+#[derive(Debug, Clone)]
+pub struct Created {
+    pub instance: Instance,
+    pub outcome: CreateOutcome,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CreateOutcome {
+    Created,
+    /// An unfinished instance of this key was completed.
+    Completed,
+    /// The instance existed and was started or left as it was.
+    Existing,
+}
+
+/// Which instance a Get or Delete means.
+#[derive(Debug, Clone)]
+pub enum Selector {
+    /// The opaque id as text; an empty `expected_uid` checks nothing.
+    Id { id: String, expected_uid: String },
+    /// `zone` may be empty: then every host of the entry is looked at.
+    Key { key: Key, zone: String },
+}
+
+#[derive(Debug, Clone)]
+pub struct DeleteRequest {
+    pub entry: String,
+    pub selector: Selector,
+    pub unknown_host: UnknownHost,
+}
+
+/// What Delete does with an instance on a host that is no longer configured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UnknownHost {
+    Refuse,
+    Abandon,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Deleted {
+    /// Names of what was removed: the domain and its volumes.
+    Removed(Vec<String>),
+    AlreadyAbsent,
+    Abandoned {
+        host: String,
+    },
+}
+
+/// One instance as it is.
+#[derive(Debug, Clone)]
+pub struct Instance {
+    pub id: InstanceId,
+    pub uid: String,
+    pub installation_id: String,
+    pub spec_hash: String,
+    /// None where the mark holds no readable time.
+    pub created_at: Option<jiff::Timestamp>,
+    pub state: State,
+    pub state_reason: StateReason,
+    /// For a person; bounded.
+    pub state_message: String,
+    pub addresses: Vec<Address>,
+}
+
+#[derive(Debug, Clone)]
+pub struct ListRequest {
+    pub entry: String,
+    /// Empty: every installation's.
+    pub installation_id: String,
+    /// 0: the default of 500; at most 1000.
+    pub page_size: u32,
+    pub page_token: String,
+    pub completeness: Completeness,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Completeness {
+    /// A host that cannot be listed fails the call.
+    Required,
+    /// It is named in the answer.
+    BestEffort,
+}
+
+#[derive(Debug, Clone, Default)]
+pub struct ListPage {
+    /// State and addresses are not read by a listing.
+    pub instances: Vec<ListedInstance>,
+    pub orphan_volumes: Vec<OrphanVolume>,
+    pub unreachable: Vec<ProviderError>,
+    pub next_page_token: String,
+}
+
+#[derive(Debug, Clone)]
+pub struct ListedInstance {
+    pub id: InstanceId,
+    pub uid: String,
+    pub installation_id: String,
+    pub spec_hash: String,
+    pub created_at: Option<jiff::Timestamp>,
+    pub phase: crate::domain::Phase,
+}
+
+/// A volume with a name of ours that no domain uses.
+#[derive(Debug, Clone)]
+pub struct OrphanVolume {
+    pub host: String,
+    pub pool: String,
+    pub name: String,
+    pub kind: OrphanKind,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OrphanKind {
+    Overlay,
+    Seed,
+    IncompleteBase,
+}
+
+/// One host's row of a Check; always an answer, never an error of the call.
+#[derive(Debug, Clone)]
+pub struct HostCheck {
+    pub host: String,
+    pub address: String,
+    /// Without the time it takes to close the connection.
+    pub latency: Duration,
+    /// None: the host can run VMs of this entry.
+    pub problem: Option<ProviderError>,
+    /// One sentence a person can act on; empty if there is nothing to do.
+    pub remediation: String,
+    pub details: HostDetails,
+}
+
+/// What was learnt before the check ended, for good or ill.
+#[derive(Debug, Clone, Default)]
+pub struct HostDetails {
+    pub user: String,
+    pub hostname: String,
+    pub libvirt_version: String,
+    pub hypervisor_version: String,
+    pub pool: String,
+    pub pool_state: String,
+    pub pool_capacity_bytes: u64,
+    pub pool_available_bytes: u64,
+    pub pool_reserve_bytes: u64,
+    pub cpus: u32,
+    pub memory_mib: u64,
+    pub warnings: Vec<String>,
+}
+
+/// What `service` serves: the operations of all entries. The one real
+/// implementation is the provider of this module; the trait is where tests of the
+/// service put a scripted one.
+#[async_trait]
+pub trait Operations: Send + Sync + 'static {
+    async fn create(&self, request: CreateRequest) -> Result<Created>;
+    async fn get(&self, entry: &str, selector: Selector) -> Result<Instance>;
+    async fn delete(&self, request: DeleteRequest) -> Result<Deleted>;
+    async fn list(&self, request: ListRequest) -> Result<ListPage>;
+    /// One row per host in configured order, within `timeout`.
+    async fn check(&self, entry: &str, timeout: Duration) -> Result<Vec<HostCheck>>;
+    /// The configuration that is being served.
+    fn config(&self) -> Arc<Config>;
+    /// The image on one host; an empty `host` means every host of the entry.
+    async fn image(&self, entry: &str, host: &str, image: &str) -> Result<Vec<ImageStatus>>;
+    /// All images of the entry on all hosts, and the hosts that could not be asked.
+    async fn images(&self, entry: &str) -> Result<(Vec<ImageStatus>, Vec<ProviderError>)>;
+}
