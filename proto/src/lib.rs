@@ -1,121 +1,27 @@
-//! The `egressproxies.provider.v1` contract.
-// placeholder for the generated crate, replaced when the contract lands
-#![allow(missing_debug_implementations)]
-pub const ERROR_DOMAIN: &str = "provider.egressproxies.io";
+//! The `egressproxies.provider.v1` contract: messages, clients, servers and the table of errors.
+//!
+//! The `.proto` files beside this crate are the contract; [`v1`] is generated from them and committed,
+//! so that a build needs neither `protoc` nor a build script. After an edit:
+//!
+//! ```text
+//! cargo run -p egress-provider-proto --example generate
+//! UPDATE_DOCS=1 cargo test -p egress-provider-proto
+//! ```
+//!
+//! What the generator cannot know is written by hand: which gRPC code goes with which reason
+//! ([`v1::ErrorReason::grpc_code`]), and a `Debug` without secrets for the messages that carry some.
+//! The crate knows nothing of a hypervisor or of Kubernetes.
+
+mod error_reason;
+mod redact;
+
+/// Messages, clients and servers.
 pub mod v1 {
-    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-    pub enum ErrorClass {
-        Unspecified,
-        NotFound,
-        Permanent,
-        Transient,
-        QuotaExceeded,
-    }
-    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-    pub enum ErrorReason {
-        NameInvalid,
-        UidInvalid,
-        FieldInvalid,
-        EntryUnknown,
-        EntryRequired,
-        ZoneUnknown,
-        ZoneRequired,
-        MachineTypeUnknown,
-        ImageUnknown,
-        ImageUrlForbidden,
-        IdMalformed,
-        UserDataTooLarge,
-        PageTokenInvalid,
-        DiskTooSmall,
-        MachineTooLarge,
-        NameOwnedByOtherUid,
-        SpecConflict,
-        NameNotManaged,
-        InstanceNotFound,
-        ImageNotCached,
-        PoolSpace,
-        BridgeMissing,
-        FirmwareUnavailable,
-        KvmUnavailable,
-        MachineUnsupported,
-        PoolNotFound,
-        PoolNotActive,
-        PausedByAdmin,
-        DigestMismatch,
-        DigestRequired,
-        ImageNotFound,
-        ImageForbidden,
-        ImageUnsafe,
-        ImageFormatMismatch,
-        ImageTooLarge,
-        ImageInUse,
-        UidMismatch,
-        NotManaged,
-        HostNotConfigured,
-        DiskLost,
-        HostRejected,
-        SshAuthRejected,
-        HostKeyUnknown,
-        HostKeyChanged,
-        HostKeyRevoked,
-        KeyUnparsable,
-        KeyEncrypted,
-        SocketDenied,
-        SocketMissing,
-        StreamlocalForwardingDisabled,
-        SocketUnavailable,
-        HostUnreachable,
-        CredentialsUnavailable,
-        SshThrottled,
-        LinkLost,
-        LibvirtBusy,
-        LibvirtError,
-        ImagePullInProgress,
-        ImageSourceUnavailable,
-        ImageSourceBroken,
-        AddressUnreadable,
-        StartFailed,
-        ListingIncomplete,
-        ShuttingDown,
-        OperationInProgress,
-        CreateCancelled,
-        StateChanged,
-        CallTimeout,
-        CapabilityMissing,
-        MarkCorrupt,
-        Internal,
-    }
-    impl ErrorReason {
-        pub fn class(self) -> ErrorClass {
-            use ErrorReason::*;
-            match self {
-                InstanceNotFound | ImageNotCached => ErrorClass::NotFound,
-                PoolSpace => ErrorClass::QuotaExceeded,
-                HostUnreachable
-                | CredentialsUnavailable
-                | SshThrottled
-                | LinkLost
-                | LibvirtBusy
-                | LibvirtError
-                | ImagePullInProgress
-                | ImageSourceUnavailable
-                | ImageSourceBroken
-                | AddressUnreadable
-                | StartFailed
-                | ListingIncomplete
-                | ShuttingDown
-                | OperationInProgress
-                | CreateCancelled
-                | StateChanged
-                | CallTimeout
-                | MarkCorrupt
-                | Internal => ErrorClass::Transient,
-                _ => ErrorClass::Permanent,
-            }
-        }
-    }
-    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-    pub enum StateReason {
-        Unspecified,
-    }
+    include!("gen/egressproxies.provider.v1.rs");
 }
+
+/// Every file of the contract with its imports and comments, encoded: what gRPC reflection serves.
+pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!("gen/descriptor.bin");
+
+/// `domain` of every `google.rpc.ErrorInfo` of this contract.
+pub const ERROR_DOMAIN: &str = "provider.egressproxies.io";
