@@ -8,9 +8,9 @@ use async_trait::async_trait;
 use secrecy::SecretSlice;
 
 use crate::config::Config;
-use crate::domain::InstanceId;
 pub use crate::domain::addresses::Address;
 pub use crate::domain::state::{State, StateReason};
+use crate::domain::{InstanceId, Phase};
 use crate::error::{ProviderError, Result};
 use crate::image::ImageStatus;
 
@@ -51,10 +51,11 @@ pub struct Created {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CreateOutcome {
+    /// Made, or completed from what an earlier attempt had left.
     Created,
-    /// An unfinished instance of this key was completed.
-    Completed,
-    /// The instance existed and was started or left as it was.
+    /// Another caller's running Create of the same key made it.
+    Joined,
+    /// It existed and was started or left as it was.
     Existing,
 }
 
@@ -82,22 +83,50 @@ pub enum UnknownHost {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Deleted {
-    /// Names of what was removed: the domain and its volumes.
-    Removed(Vec<String>),
+pub struct Deleted {
+    pub outcome: DeleteOutcome,
+    pub removed: Vec<Removed>,
+    /// A running Create of the key was ended by this Delete.
+    pub create_cancelled: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeleteOutcome {
+    Deleted,
     AlreadyAbsent,
-    Abandoned {
-        host: String,
-    },
+    /// Left behind on a host that is no longer configured, as the caller asked.
+    Abandoned,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Removed {
+    pub kind: RemovedKind,
+    pub host: String,
+    /// Empty for a domain.
+    pub pool: String,
+    pub name: String,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RemovedKind {
+    Domain,
+    Overlay,
+    Seed,
 }
 
 /// One instance as it is.
 #[derive(Debug, Clone)]
 pub struct Instance {
+    pub entry: String,
     pub id: InstanceId,
     pub uid: String,
     pub installation_id: String,
     pub spec_hash: String,
+    pub phase: Phase,
+    /// What the mark says of the base; empty for a domain of the predecessor.
+    pub image: InstanceImage,
+    /// Why the last attempt to create it failed, while this daemon remembers.
+    pub last_error: Option<ProviderError>,
     /// None where the mark holds no readable time.
     pub created_at: Option<jiff::Timestamp>,
     pub state: State,
@@ -105,6 +134,13 @@ pub struct Instance {
     /// For a person; bounded.
     pub state_message: String,
     pub addresses: Vec<Address>,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct InstanceImage {
+    pub key: String,
+    pub digest: String,
+    pub base_volume: String,
 }
 
 #[derive(Debug, Clone)]
@@ -130,7 +166,10 @@ pub enum Completeness {
 pub struct ListPage {
     /// State and addresses are not read by a listing.
     pub instances: Vec<ListedInstance>,
+    /// Domains that carry our mark but cannot be read.
+    pub unreadable: Vec<UnreadableInstance>,
     pub orphan_volumes: Vec<OrphanVolume>,
+    /// One error per host that could not be listed; its `host()` is set.
     pub unreachable: Vec<ProviderError>,
     pub next_page_token: String,
 }
@@ -142,7 +181,15 @@ pub struct ListedInstance {
     pub installation_id: String,
     pub spec_hash: String,
     pub created_at: Option<jiff::Timestamp>,
-    pub phase: crate::domain::Phase,
+    pub phase: Phase,
+    pub image: InstanceImage,
+}
+
+#[derive(Debug, Clone)]
+pub struct UnreadableInstance {
+    pub host: String,
+    pub name: String,
+    pub error: ProviderError,
 }
 
 /// A volume with a name of ours that no domain uses.
@@ -152,6 +199,8 @@ pub struct OrphanVolume {
     pub pool: String,
     pub name: String,
     pub kind: OrphanKind,
+    pub capacity_bytes: u64,
+    pub allocation_bytes: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -187,6 +236,7 @@ pub struct HostDetails {
     pub pool_capacity_bytes: u64,
     pub pool_available_bytes: u64,
     pub pool_reserve_bytes: u64,
+    pub emulator: String,
     pub cpus: u32,
     pub memory_mib: u64,
     pub warnings: Vec<String>,
