@@ -2,12 +2,17 @@
 //! addresses. Pure functions over text and numbers; knows nobody.
 
 pub mod addresses;
+pub mod capabilities;
 pub mod document;
+pub mod host_xml;
 pub mod instance_id;
 pub mod mark;
 pub mod names;
 pub mod state;
+pub mod volume;
+mod xml;
 
 pub use instance_id::InstanceId;
 pub use mark::{Mark, Phase};
 pub use names::VmName;
+pub use xml::XmlFault;
