@@ -26,8 +26,7 @@ impl ErrorReason {
 
     /// The reason of a name that travelled; `None` for one that this version does not know.
     pub fn from_wire_name(name: &str) -> Option<Self> {
-        Self::from_str_name(&format!("{PREFIX}{name}"))
-            .filter(|reason| *reason != Self::Unspecified)
+        Self::from_str_name(&format!("{PREFIX}{name}")).filter(|reason| *reason != Self::Unspecified)
     }
 
     /// The class of the reason, which always is the class of its code.
@@ -57,9 +56,7 @@ impl ErrorReason {
 
             Self::DiskTooSmall | Self::MachineTooLarge => Code::OutOfRange,
 
-            Self::NameOwnedByOtherUid | Self::SpecConflict | Self::NameNotManaged => {
-                Code::AlreadyExists
-            }
+            Self::NameOwnedByOtherUid | Self::SpecConflict | Self::NameNotManaged => Code::AlreadyExists,
 
             Self::InstanceNotFound | Self::ImageNotCached => Code::NotFound,
 
@@ -172,23 +169,14 @@ mod tests {
     #[test]
     fn every_reason_survives_the_wire() {
         for reason in ErrorReason::all() {
-            assert_eq!(
-                ErrorReason::from_wire_name(reason.wire_name()),
-                Some(reason)
-            );
+            assert_eq!(ErrorReason::from_wire_name(reason.wire_name()), Some(reason));
             assert!(!reason.wire_name().starts_with(PREFIX), "{reason:?}");
         }
     }
 
     #[test]
     fn unknown_prefixed_and_unspecified_names_are_no_reason() {
-        for name in [
-            "",
-            "UNSPECIFIED",
-            "ERROR_REASON_ZONE_UNKNOWN",
-            "zone_unknown",
-            "FROM_THE_FUTURE",
-        ] {
+        for name in ["", "UNSPECIFIED", "ERROR_REASON_ZONE_UNKNOWN", "zone_unknown", "FROM_THE_FUTURE"] {
             assert_eq!(ErrorReason::from_wire_name(name), None, "{name}");
         }
     }

@@ -5,10 +5,7 @@
 
 use std::fmt;
 
-use crate::v1::{
-    CloudInit, EvictImageRequest, GetImageRequest, Placement, PrepareImageRequest,
-    WatchImageRequest, evict_image_request,
-};
+use crate::v1::{CloudInit, EvictImageRequest, GetImageRequest, Placement, PrepareImageRequest, WatchImageRequest, evict_image_request};
 
 /// Catalogue key or URL, printed without what may be secret in a URL.
 struct ImageName<'a>(&'a str);
@@ -41,20 +38,13 @@ impl fmt::Debug for ImageName<'_> {
 impl fmt::Debug for CloudInit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { user_data } = self;
-        f.debug_struct("CloudInit")
-            .field("user_data", &format_args!("<{} bytes>", user_data.len()))
-            .finish()
+        f.debug_struct("CloudInit").field("user_data", &format_args!("<{} bytes>", user_data.len())).finish()
     }
 }
 
 impl fmt::Debug for Placement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            zone,
-            region,
-            machine_type,
-            image,
-        } = self;
+        let Self { zone, region, machine_type, image } = self;
         f.debug_struct("Placement")
             .field("zone", zone)
             .field("region", region)
@@ -66,12 +56,7 @@ impl fmt::Debug for Placement {
 
 impl fmt::Debug for PrepareImageRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            entry,
-            zone,
-            image,
-            max_wait,
-        } = self;
+        let Self { entry, zone, image, max_wait } = self;
         f.debug_struct("PrepareImageRequest")
             .field("entry", entry)
             .field("zone", zone)
@@ -84,37 +69,21 @@ impl fmt::Debug for PrepareImageRequest {
 impl fmt::Debug for GetImageRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { entry, zone, image } = self;
-        f.debug_struct("GetImageRequest")
-            .field("entry", entry)
-            .field("zone", zone)
-            .field("image", &ImageName(image))
-            .finish()
+        f.debug_struct("GetImageRequest").field("entry", entry).field("zone", zone).field("image", &ImageName(image)).finish()
     }
 }
 
 impl fmt::Debug for WatchImageRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { entry, zone, image } = self;
-        f.debug_struct("WatchImageRequest")
-            .field("entry", entry)
-            .field("zone", zone)
-            .field("image", &ImageName(image))
-            .finish()
+        f.debug_struct("WatchImageRequest").field("entry", entry).field("zone", zone).field("image", &ImageName(image)).finish()
     }
 }
 
 impl fmt::Debug for EvictImageRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            entry,
-            zone,
-            target,
-        } = self;
-        f.debug_struct("EvictImageRequest")
-            .field("entry", entry)
-            .field("zone", zone)
-            .field("target", target)
-            .finish()
+        let Self { entry, zone, target } = self;
+        f.debug_struct("EvictImageRequest").field("entry", entry).field("zone", zone).field("target", target).finish()
     }
 }
 
@@ -135,37 +104,24 @@ mod tests {
     const SENTINEL: &str = "s3nt1nel";
 
     fn secret_url() -> String {
-        format!(
-            "https://{SENTINEL}:{SENTINEL}@mirror.example/a@b.qcow2?token={SENTINEL}#{SENTINEL}"
-        )
+        format!("https://{SENTINEL}:{SENTINEL}@mirror.example/a@b.qcow2?token={SENTINEL}#{SENTINEL}")
     }
 
     #[test]
     fn debug_of_create_request_prints_no_secret() {
         let request = CreateRequest {
             name: "web-1".into(),
-            placement: Some(Placement {
-                image: secret_url(),
-                ..Placement::default()
-            }),
-            cloud_init: Some(CloudInit {
-                user_data: SENTINEL.into(),
-            }),
+            placement: Some(Placement { image: secret_url(), ..Placement::default() }),
+            cloud_init: Some(CloudInit { user_data: SENTINEL.into() }),
             ..CreateRequest::default()
         };
         for text in [format!("{request:?}"), format!("{request:#?}")] {
             assert!(!text.contains(SENTINEL), "{text}");
             // A byte slice would print its numbers.
-            assert!(
-                !text.contains(&SENTINEL.as_bytes()[0].to_string()),
-                "{text}"
-            );
+            assert!(!text.contains(&SENTINEL.as_bytes()[0].to_string()), "{text}");
             assert!(text.contains("user_data: <8 bytes>"), "{text}");
             assert!(text.contains("web-1"), "{text}");
-            assert!(
-                text.contains("https://[REDACTED]@mirror.example/a@b.qcow2?[REDACTED]"),
-                "{text}"
-            );
+            assert!(text.contains("https://[REDACTED]@mirror.example/a@b.qcow2?[REDACTED]"), "{text}");
         }
     }
 
@@ -173,34 +129,10 @@ mod tests {
     fn debug_of_image_requests_prints_no_secret() {
         let image = secret_url();
         let texts = [
-            format!(
-                "{:?}",
-                PrepareImageRequest {
-                    image: image.clone(),
-                    ..Default::default()
-                }
-            ),
-            format!(
-                "{:?}",
-                GetImageRequest {
-                    image: image.clone(),
-                    ..Default::default()
-                }
-            ),
-            format!(
-                "{:?}",
-                WatchImageRequest {
-                    image: image.clone(),
-                    ..Default::default()
-                }
-            ),
-            format!(
-                "{:?}",
-                EvictImageRequest {
-                    target: Some(evict_image_request::Target::Image(image)),
-                    ..Default::default()
-                }
-            ),
+            format!("{:?}", PrepareImageRequest { image: image.clone(), ..Default::default() }),
+            format!("{:?}", GetImageRequest { image: image.clone(), ..Default::default() }),
+            format!("{:?}", WatchImageRequest { image: image.clone(), ..Default::default() }),
+            format!("{:?}", EvictImageRequest { target: Some(evict_image_request::Target::Image(image)), ..Default::default() }),
         ];
         for text in texts {
             assert!(!text.contains(SENTINEL), "{text}");

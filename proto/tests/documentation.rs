@@ -50,10 +50,7 @@ fn comments() -> Vec<Comment> {
     let set = FileDescriptorSet::decode(FILE_DESCRIPTOR_SET).expect("a descriptor set");
     let mut found = Vec::new();
     for file in set.file.iter().filter(|file| file.package() == PACKAGE) {
-        let mut walk = Walk {
-            comments: leading_comments(file),
-            found: &mut found,
-        };
+        let mut walk = Walk { comments: leading_comments(file), found: &mut found };
         for (at, message) in (0..).zip(&file.message_type) {
             walk.message(message, &[FILE_MESSAGE, at], "");
         }
@@ -77,11 +74,7 @@ fn leading_comments(file: &FileDescriptorProto) -> HashMap<Vec<i32>, String> {
     info.location
         .iter()
         .filter_map(|place| {
-            let words: Vec<_> = place
-                .leading_comments
-                .as_ref()?
-                .split_whitespace()
-                .collect();
+            let words: Vec<_> = place.leading_comments.as_ref()?.split_whitespace().collect();
             Some((place.path.clone(), words.join(" ")))
         })
         .collect()
@@ -110,11 +103,7 @@ impl Walk<'_> {
                 Some(_) if !field.proto3_optional() => Kind::OneofMember,
                 _ => Kind::Choice,
             };
-            self.add(
-                kind,
-                format!("{name}.{}", field.name()),
-                &below(path, MESSAGE_FIELD, at),
-            );
+            self.add(kind, format!("{name}.{}", field.name()), &below(path, MESSAGE_FIELD, at));
         }
         for (at, oneof) in (0..).zip(&message.oneof_decl) {
             // What protobuf makes up for an optional field is named so.
@@ -153,26 +142,13 @@ fn rows() -> Vec<Row> {
     let comments = comments();
     let row = |reason: ErrorReason| {
         let name = reason.as_str_name();
-        let comment = comments
-            .iter()
-            .find(|c| c.name == name)
-            .expect("every reason is in the set");
-        let head = format!(
-            "{}, {}. ",
-            reason.class().label(),
-            code_name(reason.grpc_code())
-        );
+        let comment = comments.iter().find(|c| c.name == name).expect("every reason is in the set");
+        let head = format!("{}, {}. ", reason.class().label(), code_name(reason.grpc_code()));
         let rest = comment.text.strip_prefix(&head);
-        let rest =
-            rest.unwrap_or_else(|| panic!("the comment of {name} has to start with: {head}"));
-        let (meaning, caller) = rest
-            .split_once(" Caller: ")
-            .unwrap_or_else(|| panic!("the comment of {name} has to say what the caller does"));
-        Row {
-            reason,
-            meaning: meaning.to_owned(),
-            caller: caller.to_owned(),
-        }
+        let rest = rest.unwrap_or_else(|| panic!("the comment of {name} has to start with: {head}"));
+        let (meaning, caller) =
+            rest.split_once(" Caller: ").unwrap_or_else(|| panic!("the comment of {name} has to say what the caller does"));
+        Row { reason, meaning: meaning.to_owned(), caller: caller.to_owned() }
     };
     ErrorReason::all().map(row).collect()
 }
@@ -190,34 +166,19 @@ fn code_name(code: tonic::Code) -> String {
 }
 
 fn error_table() -> String {
-    let mut table = String::from(
-        "| reason | class | code | meaning | what the caller does |\n|---|---|---|---|---|\n",
-    );
-    for Row {
-        reason,
-        meaning,
-        caller,
-    } in rows()
-    {
+    let mut table = String::from("| reason | class | code | meaning | what the caller does |\n|---|---|---|---|---|\n");
+    for Row { reason, meaning, caller } in rows() {
         let name = reason.wire_name();
         let class = reason.class().label();
         let code = code_name(reason.grpc_code());
-        writeln!(
-            table,
-            "| `{name}` | {class} | {code} | {meaning} | {caller} |"
-        )
-        .expect("a String takes everything");
+        writeln!(table, "| `{name}` | {class} | {code} | {meaning} | {caller} |").expect("a String takes everything");
     }
     table
 }
 
 #[test]
 fn every_element_has_a_comment() {
-    let bare: Vec<_> = comments()
-        .into_iter()
-        .filter(|c| c.text.is_empty())
-        .map(|c| c.name)
-        .collect();
+    let bare: Vec<_> = comments().into_iter().filter(|c| c.text.is_empty()).map(|c| c.name).collect();
     assert!(bare.is_empty(), "{bare:#?}");
 }
 
@@ -234,14 +195,8 @@ fn every_field_says_whether_it_is_required() {
 
 #[test]
 fn every_rpc_says_which_errors_it_returns_and_names_only_known_ones() {
-    for rpc in comments()
-        .into_iter()
-        .filter(|c| matches!(c.kind, Kind::Method | Kind::Service))
-    {
-        let (_, errors) = rpc
-            .text
-            .split_once("Errors")
-            .unwrap_or_else(|| panic!("{} has to say which errors it returns", rpc.name));
+    for rpc in comments().into_iter().filter(|c| matches!(c.kind, Kind::Method | Kind::Service)) {
+        let (_, errors) = rpc.text.split_once("Errors").unwrap_or_else(|| panic!("{} has to say which errors it returns", rpc.name));
         let unknown: Vec<_> = errors
             .split(|c: char| !c.is_ascii_uppercase() && c != '_')
             .filter(|word| word.contains('_') && !word.ends_with('_'))
@@ -253,10 +208,7 @@ fn every_rpc_says_which_errors_it_returns_and_names_only_known_ones() {
 
 #[test]
 fn every_reason_is_in_the_table_of_rust() {
-    let in_proto = comments()
-        .into_iter()
-        .filter(|c| c.kind == Kind::EnumValue && c.name.starts_with("ERROR_REASON_"))
-        .count();
+    let in_proto = comments().into_iter().filter(|c| c.kind == Kind::EnumValue && c.name.starts_with("ERROR_REASON_")).count();
     // Less the zero value, which is never sent.
     assert_eq!(ErrorReason::all().count(), in_proto - 1);
 }
@@ -265,21 +217,14 @@ fn every_reason_is_in_the_table_of_rust() {
 fn error_table_of_the_docs_is_current() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/contract.md");
     let text = std::fs::read_to_string(&file).expect("docs/contract.md is readable");
-    let (before, rest) = text
-        .split_once(TABLE_BEGIN)
-        .expect("the table has a begin marker");
-    let (found, after) = rest
-        .split_once(TABLE_END)
-        .expect("the table has an end marker");
+    let (before, rest) = text.split_once(TABLE_BEGIN).expect("the table has a begin marker");
+    let (found, after) = rest.split_once(TABLE_END).expect("the table has an end marker");
 
     let wanted = error_table();
     if found == wanted {
         return;
     }
-    assert!(
-        std::env::var_os("UPDATE_DOCS").is_some(),
-        "docs/contract.md is stale: UPDATE_DOCS=1 cargo test -p egress-provider-proto"
-    );
+    assert!(std::env::var_os("UPDATE_DOCS").is_some(), "docs/contract.md is stale: UPDATE_DOCS=1 cargo test -p egress-provider-proto");
     let text = [before, TABLE_BEGIN, &wanted, TABLE_END, after].concat();
     std::fs::write(&file, text).expect("docs/contract.md is writable");
 }
