@@ -9,7 +9,8 @@ host_virsh() { virsh -q -c "$HV_URI" "$@"; }
 # --- namespaces -------------------------------------------------------------------------------------------------
 
 host_net_up() {
-    if ! ip netns list 2>/dev/null | grep -qw "$HV_NETNS"; then
+    if ! ns_inode "$HV_NET" >/dev/null; then
+        rm -f "$HV_NET"
         ip netns add "$HV_NETNS"
     fi
     if ! ip -n "$HV_NETNS" link show br0 >/dev/null 2>&1; then
@@ -29,7 +30,7 @@ run=$1 data=$2 name=$3
 mount --make-rprivate /
 hostname "$name"
 for pair in "$data/etc:/etc/libvirt" "$run/libvirt:/run/libvirt" "$data/lib:/var/lib/libvirt" \
-            "$data/log:/var/log/libvirt" "$data/cache:/var/cache/libvirt"; do
+            "$data/firmware:/usr/share/qemu/firmware" "$data/log:/var/log/libvirt" "$data/cache:/var/cache/libvirt"; do
     mkdir -p "${pair#*:}"
     mount --rbind "${pair%%:*}" "${pair#*:}"
 done
@@ -65,10 +66,24 @@ host_accounts() {
 }
 
 host_dirs() {
-    mkdir -p "$HV_RUN"/{libvirt,ns,pid} "$HV_DATA"/{etc/qemu,etc/storage/autostart,lib/images,lib/small,lib/inactive,lib/qemu,log,cache,sshd}
+    mkdir -p "$HV_RUN"/{libvirt,ns,pid} "$HV_DATA"/{etc/qemu,etc/storage/autostart,lib/images,lib/small,lib/inactive,lib/qemu,log,cache,sshd,firmware}
     chmod 755 "$HV_RUN" "$HV_RUN/libvirt" "$HV_DATA"
     chmod 711 "$HV_DATA/lib" "$HV_DATA"/lib/{images,small,inactive}
     chown "$(id -u libvirt-qemu):$(id -g libvirt-qemu)" "$HV_DATA/lib/qemu"
+}
+
+# host_firmware plain|secure|none: which UEFI builds libvirt finds when a domain asks for some. It takes the first that
+# fits, on Debian the one with Secure Boot and enrolled keys, which refuses an unsigned kernel such as our guests'.
+host_firmware() {
+    local f
+    rm -f "$HV_DATA"/firmware/*
+    for f in /usr/share/qemu/firmware/*.json; do
+        case $1 in
+            none) continue ;;
+            plain) ! grep -q '"secure-boot"' "$f" || continue ;;
+        esac
+        cp "$f" "$HV_DATA/firmware/"
+    done
 }
 
 # A file system of its own for fill-up tests, with ext4's usual 5% that only root may use. Mounted in the root
@@ -169,7 +184,7 @@ host_pool() {
     fi
     [ "$want" = active ] || return 0
     host_virsh pool-autostart "$name" >/dev/null
-    host_virsh pool-list --name | grep -qx "$name" || host_virsh pool-start "$name" >/dev/null
+    host_virsh pool-list --name | grep -x "$name" >/dev/null || host_virsh pool-start "$name" >/dev/null
 }
 
 host_pools() {
@@ -247,6 +262,8 @@ host_sshd_config() {
     # sshd takes the first value of a keyword, so what tests set comes first.
     [ -e "$d/override.conf" ] || : >"$d/override.conf"
     cat "$LAB_RUN/id_ed25519.pub" "$LAB_RUN/id_rsa.pub" >"$d/authorized_keys"
+    # AllowTcpForwarding must not be "no", nor PermitOpen be set: OpenSSH applies both to unix sockets, too, and then
+    # denies the forward although AllowStreamLocalForwarding allows it.
     cat >"$d/sshd_config" <<CONF
 Include $d/override.conf
 ListenAddress $HV_ADDR:$LAB_SSH_PORT
@@ -261,8 +278,8 @@ PasswordAuthentication no
 KbdInteractiveAuthentication no
 PermitRootLogin no
 AllowUsers kvm2lab kvm2exec kvm2none
-AllowTcpForwarding no
-AllowStreamLocalForwarding yes
+AllowTcpForwarding local
+AllowStreamLocalForwarding local
 AllowAgentForwarding no
 X11Forwarding no
 PermitTunnel no
@@ -297,6 +314,7 @@ sshd_sessions() {
 host_up() {
     host_dirs
     host_accounts
+    [ -n "$(ls -A "$HV_DATA/firmware")" ] || host_firmware plain
     host_small_fs
     host_net_up
     host_namespaces_up

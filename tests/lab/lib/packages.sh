@@ -5,7 +5,7 @@
 PACKAGES_NEW=(libvirt-daemon-system libvirt-daemon-driver-qemu libvirt-clients libvirt-dev qemu-system-x86 qemu-utils)
 PACKAGES=(ovmf openssh-server openssh-client dnsmasq-base nginx-light socat iproute2 util-linux e2fsprogs curl jq openssl)
 # Only to build guest images.
-PACKAGES_BUILD=(debootstrap debian-archive-keyring mtools fdisk dosfstools systemd-boot-efi xorriso zstd)
+PACKAGES_BUILD=(mmdebstrap debian-archive-keyring mtools fdisk dosfstools systemd-boot-efi syslinux syslinux-common binutils cpio kmod zstd xorriso)
 
 os_codename() { (. /etc/os-release && printf '%s' "${VERSION_CODENAME:-}"); }
 
@@ -36,13 +36,13 @@ apt_update() {
 
 ensure_backports() {
     local suite=$1 list=/etc/apt/sources.list.d/kvm2-lab-backports.list mirror
-    if ! apt-get indextargets --format '$(CODENAME)' | grep -qx "$suite-backports"; then
+    if ! apt-get indextargets --format '$(CODENAME)' | grep -x "$suite-backports" >/dev/null; then
         mirror=$(debian_mirror "$suite")
         say "adding $suite-backports from this machine's own mirror ($list)"
         printf '# Written by tests/lab/up. Safe to remove when no lab is used.\ndeb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] %s %s-backports main\n' \
             "$mirror" "$suite" >"$list"
     fi
-    if ! apt-cache policy 2>/dev/null | grep -q "a=[a-z-]*backports,.*n=$suite-backports"; then
+    if ! apt-cache policy 2>/dev/null | grep "a=[a-z-]*backports,.*n=$suite-backports" >/dev/null; then
         say "reading the backports package list"
         # Only this list: an unrelated source of the machine that cannot be reached must not stop us.
         if [ -e "$list" ]; then

@@ -8,11 +8,12 @@
 
 proc_starttime() {
     local stat
-    { stat=$(<"/proc/$1/stat"); } 2>/dev/null || return 1
+    # A whole read in one go: the process may end at any moment, and then this fails or is empty.
+    IFS= read -r -d '' stat 2>/dev/null <"/proc/$1/stat" || [ -n "${stat:-}" ] || return 1
     stat=${stat##*) } # the command name may hold spaces and parentheses
     # shellcheck disable=SC2086
     set -- $stat
-    [ "$1" != Z ] || return 1
+    [ "${1:-Z}" != Z ] || return 1
     printf '%s' "${20}"
 }
 
