@@ -10,7 +10,11 @@
 pub mod credentials;
 pub mod dial;
 pub mod known_hosts;
+pub mod remote;
+pub mod ssh;
+pub mod state;
 pub mod table;
+pub mod transport;
 pub mod tunnel;
 
 pub use table::HostTable;
