@@ -271,26 +271,36 @@ pub trait Connect: Send + Sync + fmt::Debug {
 /// `virErrorNumber` values that the provider tells apart.
 pub mod code {
     pub const INTERNAL_ERROR: i32 = 1;
+    pub const NO_MEMORY: i32 = 2;
     pub const NO_SUPPORT: i32 = 3;
     pub const INVALID_ARG: i32 = 8;
     pub const OPERATION_FAILED: i32 = 9;
     pub const XML_ERROR: i32 = 27;
+    pub const OPERATION_DENIED: i32 = 29;
     pub const XML_DETAIL: i32 = 35;
     pub const SYSTEM_ERROR: i32 = 38;
+    pub const RPC: i32 = 39;
     pub const NO_DOMAIN: i32 = 42;
     pub const NO_NETWORK: i32 = 43;
     pub const AUTH_FAILED: i32 = 45;
     pub const NO_STORAGE_POOL: i32 = 49;
     pub const NO_STORAGE_VOL: i32 = 50;
     pub const OPERATION_INVALID: i32 = 55;
+    pub const NO_INTERFACE: i32 = 57;
     pub const CONFIG_UNSUPPORTED: i32 = 67;
     pub const OPERATION_TIMEOUT: i32 = 68;
+    pub const OPERATION_ABORTED: i32 = 78;
+    pub const AUTH_CANCELLED: i32 = 79;
     pub const NO_DOMAIN_METADATA: i32 = 80;
     pub const OPERATION_UNSUPPORTED: i32 = 84;
     pub const AGENT_UNRESPONSIVE: i32 = 86;
     pub const RESOURCE_BUSY: i32 = 87;
     pub const ACCESS_DENIED: i32 = 88;
     pub const STORAGE_VOL_EXIST: i32 = 90;
+    pub const CPU_INCOMPATIBLE: i32 = 91;
     pub const XML_INVALID_SCHEMA: i32 = 92;
+    pub const AUTH_UNAVAILABLE: i32 = 94;
     pub const AGENT_UNSYNCED: i32 = 97;
+    pub const AGENT_COMMAND_TIMEOUT: i32 = 112;
+    pub const AGENT_COMMAND_FAILED: i32 = 113;
 }

@@ -1,1 +1,229 @@
-//! observed
+//! Every call of the seam with its span, its log line and its metric.
+//!
+//! Documents go to the log at trace level; bodies of uploads and downloads never.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use tokio::sync::mpsc;
+use tracing::{Instrument, Span};
+
+use super::{
+    CallError, CallFailure, CallResult, DomainRef, Hypervisor, NodeInfo, PoolInfo, PoolRef, UploadPart, VolumeInfo, VolumeRef, classify,
+};
+use crate::domain::addresses::{AddressSource, GuestInterface};
+use crate::domain::state::RawState;
+use crate::telemetry::metrics::Metrics;
+
+/// A hypervisor that is watched.
+#[derive(Debug)]
+pub struct Observed {
+    inner: Arc<dyn Hypervisor>,
+    metrics: Metrics,
+}
+
+impl Observed {
+    pub fn new(inner: Arc<dyn Hypervisor>, metrics: Metrics) -> Self {
+        Self { inner, metrics }
+    }
+
+    async fn watch<T>(&self, call: &'static str, span: Span, work: impl Future<Output = CallResult<T>> + Send) -> CallResult<T> {
+        let started = Instant::now();
+        let result = work.instrument(span.clone()).await;
+        let took = started.elapsed();
+        let outcome = match &result {
+            Ok(_) => "ok",
+            Err(e) => outcome(e),
+        };
+        self.metrics.call(self.inner.host(), call, outcome, took);
+        if let Some(code) = result.as_ref().err().and_then(classify::unknown_code) {
+            self.metrics.unclassified(code);
+        }
+        let _entered = span.enter();
+        let ms = took.as_secs_f64() * 1000.0;
+        match &result {
+            Ok(_) => tracing::debug!(rpc = call, ms, "libvirt call"),
+            Err(e) => {
+                if let Some(code) = e.code() {
+                    span.record("kvm2.libvirt_code", code);
+                }
+                span.record("otel.status_code", "ERROR");
+                tracing::debug!(rpc = call, ms, outcome, code = e.code(), error = %e.kind, "libvirt call");
+            }
+        }
+        result
+    }
+}
+
+/// The metric's word for a failure.
+fn outcome(error: &CallError) -> &'static str {
+    match error.kind {
+        CallFailure::Libvirt { .. } => "error",
+        CallFailure::LinkDead { .. } => "link_dead",
+        CallFailure::Timeout { .. } => "timeout",
+        CallFailure::SourceAborted => "aborted",
+        CallFailure::BadAnswer { .. } => "bad_answer",
+    }
+}
+
+/// One call: its span (the name has to be a literal), then the call inside it.
+macro_rules! watched {
+    ($self:ident, $call:literal, { $($field:ident = $value:expr),* }, $work:expr) => {{
+        let span = tracing::info_span!(
+            concat!("kvm2.", $call),
+            kvm2.host = %$self.inner.host(),
+            $(kvm2.$field = %$value,)*
+            kvm2.libvirt_code = tracing::field::Empty,
+            otel.status_code = tracing::field::Empty,
+        );
+        $self.watch($call, span, $work).await
+    }};
+}
+
+#[async_trait]
+impl Hypervisor for Observed {
+    fn host(&self) -> &str {
+        self.inner.host()
+    }
+
+    fn is_alive(&self) -> bool {
+        self.inner.is_alive()
+    }
+
+    async fn lib_version(&self) -> CallResult<u64> {
+        watched!(self, "lib_version", {}, self.inner.lib_version())
+    }
+
+    async fn hypervisor_version(&self) -> CallResult<u64> {
+        watched!(self, "hypervisor_version", {}, self.inner.hypervisor_version())
+    }
+
+    async fn hostname(&self) -> CallResult<String> {
+        watched!(self, "hostname", {}, self.inner.hostname())
+    }
+
+    async fn node_info(&self) -> CallResult<NodeInfo> {
+        watched!(self, "node_info", {}, self.inner.node_info())
+    }
+
+    async fn domain_capabilities(&self, machine: &str, virt_type: &str) -> CallResult<String> {
+        watched!(self, "domain_capabilities", { machine = machine, virt_type = virt_type }, self.inner.domain_capabilities(machine, virt_type))
+    }
+
+    async fn has_interface(&self, name: &str) -> CallResult<Option<bool>> {
+        watched!(self, "has_interface", { interface = name }, self.inner.has_interface(name))
+    }
+
+    async fn lookup_domain(&self, name: &str) -> CallResult<DomainRef> {
+        watched!(self, "lookup_domain", { domain = name }, self.inner.lookup_domain(name))
+    }
+
+    async fn list_domains(&self) -> CallResult<Vec<DomainRef>> {
+        watched!(self, "list_domains", {}, self.inner.list_domains())
+    }
+
+    async fn define_domain(&self, xml: &str) -> CallResult<DomainRef> {
+        watched!(self, "define_domain", {}, async {
+            tracing::trace!(xml, "domain document");
+            self.inner.define_domain(xml).await
+        })
+    }
+
+    async fn start_domain(&self, domain: &DomainRef) -> CallResult<()> {
+        watched!(self, "start_domain", { domain = domain.name }, self.inner.start_domain(domain))
+    }
+
+    async fn destroy_domain(&self, domain: &DomainRef) -> CallResult<()> {
+        watched!(self, "destroy_domain", { domain = domain.name }, self.inner.destroy_domain(domain))
+    }
+
+    async fn undefine_domain(&self, domain: &DomainRef) -> CallResult<()> {
+        watched!(self, "undefine_domain", { domain = domain.name }, self.inner.undefine_domain(domain))
+    }
+
+    async fn domain_state(&self, domain: &DomainRef) -> CallResult<RawState> {
+        watched!(self, "domain_state", { domain = domain.name }, self.inner.domain_state(domain))
+    }
+
+    async fn domain_xml(&self, domain: &DomainRef, inactive: bool) -> CallResult<String> {
+        watched!(self, "domain_xml", { domain = domain.name }, self.inner.domain_xml(domain, inactive))
+    }
+
+    async fn domain_metadata(&self, domain: &DomainRef, uri: &str) -> CallResult<Option<String>> {
+        watched!(self, "domain_metadata", { domain = domain.name }, self.inner.domain_metadata(domain, uri))
+    }
+
+    async fn set_domain_metadata(&self, domain: &DomainRef, uri: &str, prefix: &str, element: &str) -> CallResult<()> {
+        watched!(self, "set_domain_metadata", { domain = domain.name }, async {
+            tracing::trace!(element, "metadata element");
+            self.inner.set_domain_metadata(domain, uri, prefix, element).await
+        })
+    }
+
+    async fn domain_interfaces(&self, domain: &DomainRef, source: AddressSource) -> CallResult<Vec<GuestInterface>> {
+        let source_name = match source {
+            AddressSource::Agent => "agent",
+            AddressSource::Lease => "lease",
+            AddressSource::Arp => "arp",
+        };
+        watched!(self, "domain_interfaces", { domain = domain.name, source = source_name }, self.inner.domain_interfaces(domain, source))
+    }
+
+    async fn lookup_pool(&self, name: &str) -> CallResult<PoolRef> {
+        watched!(self, "lookup_pool", { pool = name }, self.inner.lookup_pool(name))
+    }
+
+    async fn pool_xml(&self, pool: &PoolRef) -> CallResult<String> {
+        watched!(self, "pool_xml", { pool = pool.name }, self.inner.pool_xml(pool))
+    }
+
+    async fn pool_info(&self, pool: &PoolRef) -> CallResult<PoolInfo> {
+        watched!(self, "pool_info", { pool = pool.name }, self.inner.pool_info(pool))
+    }
+
+    async fn refresh_pool(&self, pool: &PoolRef) -> CallResult<()> {
+        watched!(self, "refresh_pool", { pool = pool.name }, self.inner.refresh_pool(pool))
+    }
+
+    async fn list_volumes(&self, pool: &PoolRef) -> CallResult<Vec<VolumeRef>> {
+        watched!(self, "list_volumes", { pool = pool.name }, self.inner.list_volumes(pool))
+    }
+
+    async fn lookup_volume(&self, pool: &PoolRef, name: &str) -> CallResult<VolumeRef> {
+        watched!(self, "lookup_volume", { pool = pool.name, volume = name }, self.inner.lookup_volume(pool, name))
+    }
+
+    async fn volume_info(&self, volume: &VolumeRef) -> CallResult<VolumeInfo> {
+        watched!(self, "volume_info", { volume = volume.name }, self.inner.volume_info(volume))
+    }
+
+    async fn volume_xml(&self, volume: &VolumeRef) -> CallResult<String> {
+        watched!(self, "volume_xml", { volume = volume.name }, self.inner.volume_xml(volume))
+    }
+
+    async fn create_volume(&self, pool: &PoolRef, xml: &str) -> CallResult<VolumeRef> {
+        watched!(self, "create_volume", { pool = pool.name }, async {
+            tracing::trace!(xml, "volume document");
+            self.inner.create_volume(pool, xml).await
+        })
+    }
+
+    async fn delete_volume(&self, volume: &VolumeRef) -> CallResult<()> {
+        watched!(self, "delete_volume", { volume = volume.name }, self.inner.delete_volume(volume))
+    }
+
+    async fn upload(&self, volume: &VolumeRef, length: u64, parts: mpsc::Receiver<UploadPart>, budget: Duration) -> CallResult<u64> {
+        watched!(self, "upload", { volume = volume.name, bytes = length }, self.inner.upload(volume, length, parts, budget))
+    }
+
+    async fn download(&self, volume: &VolumeRef, limit: u64) -> CallResult<Bytes> {
+        watched!(self, "download", { volume = volume.name, limit = limit }, self.inner.download(volume, limit))
+    }
+
+    fn close(&self) {
+        self.inner.close();
+    }
+}
