@@ -26,6 +26,8 @@ use crate::error::ProviderError;
 
 pub mod classify;
 pub mod libvirt;
+#[cfg(test)]
+pub mod memory;
 pub mod observed;
 
 /// A domain as one connection knows it. The handle keeps libvirt from being asked
