@@ -16,6 +16,7 @@ use crate::hypervisor::{Connect, Hypervisor, PoolRef, VolumeRef};
 
 pub mod bases;
 pub mod cache;
+mod feed;
 pub mod http;
 pub mod origin;
 pub mod publish;
