@@ -62,8 +62,8 @@ pub enum CreateOutcome {
 /// Which instance a Get or Delete means.
 #[derive(Debug, Clone)]
 pub enum Selector {
-    /// The opaque id as text; an empty `expected_uid` checks nothing.
-    Id { id: String, expected_uid: String },
+    /// The opaque id as text; an empty `expected_uid` or `expected_installation` checks nothing.
+    Id { id: String, expected_uid: String, expected_installation: String },
     /// `zone` may be empty: then every host of the entry is looked at.
     Key { key: Key, zone: String },
 }

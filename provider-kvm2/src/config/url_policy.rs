@@ -2,7 +2,7 @@
 // provisional, until the config part lands: public addresses only
 use super::ImageUrl;
 use std::net::IpAddr;
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct UrlPolicy;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
