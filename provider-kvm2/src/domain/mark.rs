@@ -12,6 +12,7 @@
 //! ```
 
 use std::fmt;
+use std::time::Duration;
 
 use jiff::{Timestamp, Unit};
 
@@ -81,6 +82,10 @@ pub struct Mark {
     pub base: String,
     /// SHA-256 of that base, 64 hex digits.
     pub base_digest: String,
+    /// The daemon that works, or worked last, on the instance: stable over its restarts.
+    pub owner: String,
+    /// When that work began.
+    pub attempt_at: Option<Timestamp>,
 }
 
 /// Why a mark cannot be read. A domain with such a mark is neither ours for certain nor anyone else's.
@@ -127,11 +132,18 @@ impl Mark {
             image_key: value("imageKey")?.to_owned(),
             base: value("base")?.to_owned(),
             base_digest: value("baseDigest")?.to_ascii_lowercase(),
+            owner: value("owner")?.to_owned(),
+            attempt_at: value("attemptAt")?.to_ascii_uppercase().parse::<Timestamp>().ok().map(|at| at.min(now)),
         })
     }
 
     pub fn is_managed(&self) -> bool {
         self.claim == Claim::Managed
+    }
+
+    /// Whether the attempt began less than `age` ago; one without a time is not fresh.
+    pub fn is_fresh(&self, now: Timestamp, age: Duration) -> bool {
+        self.attempt_at.is_some_and(|at| now.duration_since(at).unsigned_abs() < age)
     }
 
     /// Whether the mark names this uid; white space around it and case do not count.
@@ -166,6 +178,7 @@ impl Mark {
         };
         // whole seconds: all that the predecessor wrote
         let created_at = self.created_at.map(|at| at.round(Unit::Second).unwrap_or(at).to_string()).unwrap_or_default();
+        let attempt_at = self.attempt_at.map(|at| at.round(Unit::Second).unwrap_or(at).to_string()).unwrap_or_default();
         let own = [
             ("uid", self.uid.as_str()),
             ("createdAt", &created_at),
@@ -176,11 +189,19 @@ impl Mark {
             ("imageKey", &self.image_key),
             ("base", &self.base),
             ("baseDigest", &self.base_digest),
+            ("owner", &self.owner),
+            ("attemptAt", &attempt_at),
         ];
         Element::new(ELEMENT)
             .and(Element::leaf("managed", managed))
             .and_all(own.into_iter().filter(|(_, value)| !value.is_empty()).map(|(name, value)| Element::leaf(name, value)))
     }
+}
+
+/// Whether two identities agree: white space and case do not count, and an empty one agrees with all.
+pub fn same(a: &str, b: &str) -> bool {
+    let (a, b) = (a.trim(), b.trim());
+    a.is_empty() || b.is_empty() || a.eq_ignore_ascii_case(b)
 }
 
 /// The trimmed text of a child, empty where there is none.

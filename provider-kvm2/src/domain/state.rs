@@ -64,6 +64,44 @@ pub fn map(raw: RawState, phase: Phase) -> (State, StateReason) {
     }
 }
 
+/// The state in a few words, for a person.
+pub fn describe(state: State, reason: StateReason) -> &'static str {
+    let why = match reason {
+        StateReason::Creating => "the instance is being created",
+        StateReason::CreateIncomplete => "its Create did not finish; call Create again or Delete",
+        StateReason::ImagePull => "its image is being fetched",
+        StateReason::Starting => "it is being started",
+        StateReason::WaitingForAgent => "it runs; its guest agent does not answer yet",
+        StateReason::NoIpv4Address => "it runs; its network card has no IPv4 address yet",
+        StateReason::AddressUnreadable => "it runs; its addresses cannot be read now",
+        StateReason::IoError => "paused by QEMU on a disk error; look for a full pool on its host, then virsh resume",
+        StateReason::PausedByAdmin => "paused by someone on its host; virsh resume lets it go on",
+        StateReason::Migrating => "it is being migrated",
+        StateReason::Snapshotting => "a snapshot of it is being made",
+        StateReason::Saving => "its memory is being saved",
+        StateReason::GuestSuspended => "suspended by the guest itself",
+        StateReason::Watchdog => "paused by its watchdog",
+        StateReason::PausedOther => "paused for a reason that its host does not tell",
+        StateReason::ShuttingDown => "it is shutting down",
+        StateReason::GuestShutdown => "shut down from inside",
+        StateReason::Destroyed => "stopped by someone on its host",
+        StateReason::Crashed => "the guest or its QEMU crashed",
+        StateReason::StartFailed => "its host could not start it",
+        StateReason::Saved => "saved to disk by someone on its host",
+        StateReason::MigratedAway => "migrated to another host",
+        StateReason::StoppedOther => "stopped for a reason that its host does not tell",
+        StateReason::DeleteRunning => "it is being deleted",
+        StateReason::NoState => "its host does not know its state yet",
+        StateReason::UnknownStateCode => "its host reports a state that this version does not know",
+        StateReason::Unspecified => "",
+    };
+    match (why, state) {
+        ("", State::Running) => "it runs",
+        ("", State::Deleting) => "its Delete did not finish; call Delete again",
+        (why, _) => why,
+    }
+}
+
 fn map_raw(RawState { state, reason }: RawState) -> (State, StateReason) {
     match state {
         raw::NO_STATE => (State::Provisioning, StateReason::NoState),

@@ -47,8 +47,17 @@ fn about(call: &str) -> About {
     match call {
         "lookup_pool" | "pool_xml" | "pool_info" | "refresh_pool" | "list_volumes" | "lookup_volume" | "create_volume" => About::Pool,
         "volume_info" | "volume_xml" | "delete_volume" | "upload" | "download" => About::Volume,
-        "lookup_domain" | "list_domains" | "define_domain" | "start_domain" | "destroy_domain" | "undefine_domain" | "domain_state"
-        | "domain_xml" | "domain_metadata" | "set_domain_metadata" | "domain_interfaces" => About::Domain,
+        "lookup_domain"
+        | "list_domains"
+        | "define_domain"
+        | "start_domain"
+        | "destroy_domain"
+        | "undefine_domain"
+        | "domain_state"
+        | "domain_xml"
+        | "domain_metadata"
+        | "set_domain_metadata"
+        | "domain_interfaces" => About::Domain,
         _ => About::Host,
     }
 }
@@ -263,7 +272,13 @@ mod tests {
     #[case("domain_interfaces", 97, 10, "", Reason::AddressUnreadable)]
     #[case("domain_interfaces", 112, 10, "", Reason::AddressUnreadable)]
     #[case("domain_interfaces", 113, 10, "", Reason::AddressUnreadable)]
-    fn every_row_has_its_reason(#[case] call: &'static str, #[case] code: i32, #[case] domain: i32, #[case] message: &str, #[case] expected: Reason) {
+    fn every_row_has_its_reason(
+        #[case] call: &'static str,
+        #[case] code: i32,
+        #[case] domain: i32,
+        #[case] message: &str,
+        #[case] expected: Reason,
+    ) {
         let error = libvirt(call, code, domain, message);
         assert_eq!(unknown_code(&error), None);
         let e = ProviderError::from(error);

@@ -61,13 +61,7 @@ impl fmt::Debug for LibvirtHypervisor {
 }
 
 impl LibvirtHypervisor {
-    pub fn new(
-        connection: Connection,
-        state: Arc<LinkState>,
-        budgets: Budgets,
-        tracker: TaskTracker,
-        outlook: Arc<dyn Outlook>,
-    ) -> Self {
+    pub fn new(connection: Connection, state: Arc<LinkState>, budgets: Budgets, tracker: TaskTracker, outlook: Arc<dyn Outlook>) -> Self {
         Self {
             worker: Worker::new(state, tracker),
             budgets,

@@ -92,7 +92,8 @@ impl<T> Default for Cache<T> {
 impl<T> Cache<T> {
     fn get(&self, path: &Path, what: &str, limit: u64, parse: impl FnOnce(&Path, &str) -> Result<T>) -> Result<Arc<T>> {
         let unavailable = |e: std::io::Error| {
-            let message = format!("the {what} file {} cannot be read; check that it exists and that the daemon may read it", path.display());
+            let message =
+                format!("the {what} file {} cannot be read; check that it exists and that the daemon may read it", path.display());
             ProviderError::new(Reason::CredentialsUnavailable, message).with_source(e)
         };
         let mut file = File::open(path).map_err(unavailable)?;

@@ -12,11 +12,11 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::credentials::Credentials;
+use super::remote;
 use super::ssh::{self, HostCheck, Peer, Target};
 use super::state::{LinkKind, LinkState, SILENCE, watch};
 use super::transport::Transport;
 use super::tunnel::{Door, carry};
-use super::remote;
 use crate::config::HostKeys;
 use crate::error::{LibvirtCode, ProviderError, Reason, Result};
 use crate::hypervisor::libvirt::{Connection, LibvirtError, LibvirtHypervisor};
@@ -95,7 +95,8 @@ impl Dialler {
         let (key, check) = self.credentials(endpoint).await?;
         let target = endpoint.target();
         let stream = connect(target).await?;
-        let transport = Transport::new(stream, state.clone()).map_err(|e| ssh::unreachable(target, "the connection broke").with_source(e))?;
+        let transport =
+            Transport::new(stream, state.clone()).map_err(|e| ssh::unreachable(target, "the connection broke").with_source(e))?;
         let session = Arc::new(ssh::open(transport, state, check, key, target).await?);
 
         state.stage("opening the libvirt socket");
@@ -104,7 +105,8 @@ impl Dialler {
             Err(e) => return Err(socket_error(endpoint, &session, e).await),
         };
         let door = Door::open().map_err(|e| {
-            ProviderError::new(Reason::Internal, "the local socket for libvirt cannot be made; check the temporary directory").with_source(e)
+            ProviderError::new(Reason::Internal, "the local socket for libvirt cannot be made; check the temporary directory")
+                .with_source(e)
         })?;
 
         state.stage("opening libvirt");
@@ -168,7 +170,9 @@ async fn connect(target: Target<'_>) -> Result<TcpStream> {
     for (i, address) in addresses.iter().enumerate() {
         let last = i + 1 == addresses.len();
         let attempt = TcpStream::connect(address);
-        let result = if last { attempt.await } else {
+        let result = if last {
+            attempt.await
+        } else {
             tokio::time::timeout(PER_ADDRESS, attempt).await.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into()))
         };
         match result {
@@ -194,7 +198,9 @@ async fn socket_error(endpoint: &Endpoint, session: &Handle<Peer>, error: russh:
         Reason::SocketMissing => format!("host {host} has no libvirt socket {socket}; start libvirtd there or correct `socket`"),
         Reason::SocketDenied => format!("user {user} may not use the libvirt socket {socket} on host {host}; add the user to its group"),
         Reason::StreamlocalForwardingDisabled => {
-            format!("sshd on host {host} does not forward to {socket}; set AllowStreamLocalForwarding yes (and DisableForwarding no) for {user}")
+            format!(
+                "sshd on host {host} does not forward to {socket}; set AllowStreamLocalForwarding yes (and DisableForwarding no) for {user}"
+            )
         }
         _ => format!(
             "the libvirt socket {socket} on host {host} cannot be opened: start libvirtd or correct `socket`, let user {user} use it, \

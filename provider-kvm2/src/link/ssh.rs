@@ -102,8 +102,7 @@ pub async fn open(
     state.stage("SSH handshake");
     let verdict = Arc::new(OnceLock::new());
     let config = Arc::new(config(&check, target));
-    let peer =
-        Peer { state: state.clone(), check, host: target.address.to_owned(), port: target.port, verdict: verdict.clone() };
+    let peer = Peer { state: state.clone(), check, host: target.address.to_owned(), port: target.port, verdict: verdict.clone() };
     let mut session = client::connect_stream(config, transport, peer).await.map_err(|e| match verdict.get() {
         Some((verdict, shown)) if *verdict != Verdict::Trusted => host_key_error(target, verdict, shown),
         // sshd lets a connection go that it has no place for, before or during the key exchange
@@ -119,7 +118,9 @@ pub async fn open(
     let key = PrivateKeyWithHashAlg::new(key, hash);
     match session.authenticate_publickey(target.user, key).await {
         Ok(AuthResult::Success) => Ok(session),
-        Ok(AuthResult::Failure { .. }) if session.is_closed() || state.is_dead() => Err(unreachable(target, "the host ended the connection during authentication")),
+        Ok(AuthResult::Failure { .. }) if session.is_closed() || state.is_dead() => {
+            Err(unreachable(target, "the host ended the connection during authentication"))
+        }
         Ok(AuthResult::Failure { remaining_methods, partial_success }) => Err(auth_error(target, &remaining_methods, partial_success)),
         Err(e) => Err(unreachable(target, "the connection broke during authentication").with_source(e)),
     }
@@ -150,7 +151,9 @@ fn host_key_error(target: Target<'_>, verdict: &Verdict, shown: &str) -> Provide
             Reason::HostKeyChanged,
             format!("host {name} shows another key ({shown}) than known_hosts has; somebody may listen, so verify before you replace it"),
         ),
-        Verdict::Revoked => (Reason::HostKeyRevoked, format!("the key of host {name} ({shown}) is revoked in known_hosts; give the host a new one")),
+        Verdict::Revoked => {
+            (Reason::HostKeyRevoked, format!("the key of host {name} ({shown}) is revoked in known_hosts; give the host a new one"))
+        }
         Verdict::BadCertificate(fault) => (
             Reason::HostKeyUnknown,
             format!("the host certificate of {name} is not accepted: {fault}; renew it or add the host's key to known_hosts"),
@@ -170,13 +173,16 @@ fn handshake_error(target: Target<'_>, error: russh::Error) -> ProviderError {
         E::NoCommonAlgo { .. } | E::UnknownAlgo => {
             (Reason::HostIncompatible, format!("host {name} shares no SSH algorithm with this provider; bring its sshd up to date"))
         }
-        E::Version | E::PacketSize(_) | E::Utf8(_) => {
-            (Reason::HostIncompatible, format!("what listens at {}:{} is no SSH server; check the address of host {name}", target.address, target.port))
-        }
+        E::Version | E::PacketSize(_) | E::Utf8(_) => (
+            Reason::HostIncompatible,
+            format!("what listens at {}:{} is no SSH server; check the address of host {name}", target.address, target.port),
+        ),
         // before authentication sshd closes for one reason above all
         E::Disconnect | E::HUP | E::IO(_) | E::SendError | E::RecvError => (
             Reason::SshThrottled,
-            format!("sshd on host {name} closed the connection before authentication; see MaxStartups and PerSourcePenalties in its sshd_config"),
+            format!(
+                "sshd on host {name} closed the connection before authentication; see MaxStartups and PerSourcePenalties in its sshd_config"
+            ),
         ),
         _ => (Reason::HostUnreachable, format!("the SSH handshake with host {name} failed; try again later")),
     };

@@ -70,12 +70,8 @@ impl std::fmt::Debug for HostTable {
 impl HostTable {
     /// Dials nothing until it is asked for a link.
     pub fn new(config: ConfigHandle, metrics: Metrics) -> Arc<Self> {
-        let dialler = Dialler {
-            credentials: Credentials::default(),
-            metrics,
-            tracker: TaskTracker::new(),
-            closing: CancellationToken::new(),
-        };
+        let dialler =
+            Dialler { credentials: Credentials::default(), metrics, tracker: TaskTracker::new(), closing: CancellationToken::new() };
         let slots = Mutex::new(Slots { seen: None, by_host: HashMap::new() });
         Arc::new(Self { config, dialler, slots, stopping: CancellationToken::new() })
     }
@@ -110,9 +106,10 @@ impl HostTable {
             slots.by_host.retain(|id, slot| self::endpoint(&config, id).is_ok_and(|current| current == slot.endpoint));
             slots.seen = Some(config);
         }
-        let slot = slots.by_host.entry(host.clone()).or_insert_with(|| {
-            Arc::new(Slot { endpoint, dials: Semaphore::new(DIALS_PER_HOST), control: Mutex::new(Control::Down) })
-        });
+        let slot = slots
+            .by_host
+            .entry(host.clone())
+            .or_insert_with(|| Arc::new(Slot { endpoint, dials: Semaphore::new(DIALS_PER_HOST), control: Mutex::new(Control::Down) }));
         Ok(slot.clone())
     }
 

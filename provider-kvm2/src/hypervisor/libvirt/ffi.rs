@@ -417,8 +417,7 @@ impl Domain {
         let set = |flags| {
             let kind = sys::VIR_DOMAIN_METADATA_ELEMENT.cast_signed();
             // SAFETY: the handle is live, the strings live for the call.
-            let result =
-                unsafe { sys::virDomainSetMetadata(self.raw(), kind, element.as_ptr(), prefix.as_ptr(), uri.as_ptr(), flags) };
+            let result = unsafe { sys::virDomainSetMetadata(self.raw(), kind, element.as_ptr(), prefix.as_ptr(), uri.as_ptr(), flags) };
             check(result).map(drop)
         };
         match set(sys::VIR_DOMAIN_AFFECT_CONFIG | sys::VIR_DOMAIN_AFFECT_LIVE) {

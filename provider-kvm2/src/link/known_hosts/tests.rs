@@ -1,6 +1,6 @@
+use rstest::rstest;
 use russh::keys::ssh_key::certificate::{Builder, CertType};
 use russh::keys::{PrivateKey, PublicKey};
-use rstest::rstest;
 
 use super::*;
 
@@ -25,8 +25,7 @@ fn plain(seed: u8) -> PublicKeyOrCertificate {
 
 fn hashed(name: &str) -> String {
     let salt = [7_u8; 20];
-    let hash: [u8; 20] =
-        Hmac::<sha1::Sha1>::new_from_slice(&salt).expect("any length").chain_update(name).finalize().into_bytes().into();
+    let hash: [u8; 20] = Hmac::<sha1::Sha1>::new_from_slice(&salt).expect("any length").chain_update(name).finalize().into_bytes().into();
     HostPatterns::HashedName { salt: salt.to_vec(), hash }.to_string()
 }
 
