@@ -248,7 +248,7 @@ async fn domains_and_volumes_live_their_life() {
     assert_eq!(link.domain_state(&domain).await.expect("a state").state, 1);
     assert!(link.start_domain(&domain).await.expect_err("runs already").is(code::OPERATION_INVALID));
     link.set_domain_metadata(&domain, uri, "t", "<mark a='2'/>").await.expect("writes while running");
-    assert!(link.domain_metadata(&domain, uri).await.expect("reads").is_some_and(|m| m.contains("a='2'")));
+    assert!(link.domain_metadata(&domain, uri).await.expect("reads").is_some_and(|m| m.contains("a=\"2\"")));
     assert!(link.domain_xml(&domain, true).await.expect("a document").contains("a=\"2\""));
     let agent = link.domain_interfaces(&domain, provider_kvm2::domain::addresses::AddressSource::Agent).await;
     assert!(agent.is_err(), "it has no agent");
@@ -366,7 +366,14 @@ async fn a_host_that_freezes_in_an_upload_releases_everybody_within_20_s() {
     let frozen = lab.sessions("kvm2lab");
     signal(&frozen, "STOP");
     let started = Instant::now();
-    let calls: Vec<_> = (0..6).map(|_| tokio::spawn({ let link = link.clone(); async move { link.hostname().await } })).collect();
+    let calls: Vec<_> = (0..6)
+        .map(|_| {
+            tokio::spawn({
+                let link = link.clone();
+                async move { link.hostname().await }
+            })
+        })
+        .collect();
     let released = tokio::time::timeout(Duration::from_secs(20), async {
         let upload = upload.await.expect("no panic").map(|_| ());
         let calls = join_all(calls).await;
@@ -382,7 +389,10 @@ async fn a_host_that_freezes_in_an_upload_releases_everybody_within_20_s() {
     let fresh = table.control(&hv1()).await.expect("redials");
     fresh.hostname().await.expect("answers");
     signal(&frozen, "CONT");
-    fresh.delete_volume(&fresh.lookup_volume(&fresh.lookup_pool("default").await.expect("pool"), "link-test-freeze").await.expect("volume")).await.expect("deletes");
+    fresh
+        .delete_volume(&fresh.lookup_volume(&fresh.lookup_pool("default").await.expect("pool"), "link-test-freeze").await.expect("volume"))
+        .await
+        .expect("deletes");
     table.shutdown().await;
 }
 
