@@ -29,6 +29,8 @@ mod list;
 mod placement;
 mod preflight;
 mod sites;
+#[cfg(test)]
+mod tests;
 
 use jobs::{JobKey, Jobs, Progress, Step};
 use sites::Sites;

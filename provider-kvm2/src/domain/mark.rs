@@ -292,6 +292,24 @@ mod tests {
         assert_eq!(parse(&huge), Err(MarkFault::Xml(XmlFault::TooLong { limit: MAX_MARK })));
     }
 
+    #[test]
+    fn an_attempt_is_fresh_for_its_time_and_without_a_time_never() {
+        let mut mark = parse("<instance><attemptAt>2026-01-02T03:00:00Z</attemptAt></instance>").expect("readable");
+        assert!(mark.is_fresh(now(), Duration::from_secs(246)));
+        assert!(!mark.is_fresh(now(), Duration::from_secs(245)));
+        mark.attempt_at = None;
+        assert!(!mark.is_fresh(now(), Duration::MAX));
+    }
+
+    #[rstest]
+    #[case("a", " A\n", true)]
+    #[case("", "x", true)]
+    #[case("x", "", true)]
+    #[case("a", "b", false)]
+    fn identities_agree_without_case_and_with_nothing(#[case] a: &str, #[case] b: &str, #[case] agree: bool) {
+        assert_eq!(same(a, b), agree);
+    }
+
     fn text() -> impl Strategy<Value = String> {
         "[!-~]{0,63}"
     }
@@ -300,12 +318,14 @@ mod tests {
         fn mark()(
             managed: bool, phase in 0..3, seconds in proptest::option::of(0i64..1_700_000_000),
             uid in text(), installation_id in text(), spec_hash in text(), entry in text(), image_key in text(), base in text(), base_digest in "([0-9a-f]{64})?",
+            owner in text(), attempt in proptest::option::of(0i64..1_700_000_000),
         ) -> Mark {
             Mark {
                 claim: if managed { Claim::Managed } else { Claim::Released },
                 phase: [Phase::Creating, Phase::Ready, Phase::Deleting][phase as usize],
                 created_at: seconds.and_then(|s| Timestamp::from_second(s).ok()),
-                uid, installation_id, spec_hash, entry, image_key, base, base_digest,
+                attempt_at: attempt.and_then(|s| Timestamp::from_second(s).ok()),
+                uid, installation_id, spec_hash, entry, image_key, base, base_digest, owner,
             }
         }
     }
