@@ -71,3 +71,57 @@ fn is_supported(element: &Element) -> bool {
 fn values<'a>(element: &'a Element, name: &'a str) -> impl Iterator<Item = &'a str> {
     element.children("enum").filter(move |e| e.attribute("name") == Some(name)).flat_map(|e| e.children("value")).map(Element::text)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+
+    /// Cut down from what libvirt 11.3 answers for TCG on a host without hardware virtualisation.
+    const TCG: &str = "<domainCapabilities>
+      <path>/usr/bin/qemu-system-x86_64</path><domain>qemu</domain><machine>pc-q35-10.0</machine><arch>x86_64</arch><vcpu max='4096'/>
+      <os supported='yes'>
+        <enum name='firmware'><value>bios</value><value>efi</value></enum>
+        <loader supported='yes'><value>/usr/share/OVMF/OVMF_CODE_4M.fd</value><enum name='type'><value>pflash</value></enum></loader>
+      </os>
+      <cpu>
+        <mode name='host-passthrough' supported='no'/>
+        <mode name='maximum' supported='yes'><enum name='maximumMigratable'><value>on</value></enum></mode>
+        <mode name='host-model' supported='yes'><model fallback='forbid'>EPYC</model></mode>
+        <mode name='custom' supported='yes'><model usable='yes' vendor='unknown'>qemu64</model><model usable='no'>Broadwell</model></mode>
+      </cpu></domainCapabilities>";
+
+    #[test]
+    fn a_host_says_what_it_can_run() {
+        let host = DomainCapabilities::parse(TCG).expect("readable");
+        assert_eq!((host.emulator.as_str(), host.virt_type.as_str()), ("/usr/bin/qemu-system-x86_64", "qemu"));
+        assert_eq!((host.machine.as_str(), host.max_vcpus), ("pc-q35-10.0", Some(4096)));
+        assert_eq!(host.loaders, ["/usr/share/OVMF/OVMF_CODE_4M.fd"]);
+        assert!(host.has_firmware(Firmware::Uefi));
+    }
+
+    #[rstest]
+    #[case("host-passthrough", false)]
+    #[case("maximum", true)]
+    #[case("host-model", true)]
+    #[case("qemu64", true)]
+    #[case("Broadwell", false)]
+    #[case("EPYC", false)]
+    fn a_cpu_that_the_host_cannot_give_is_known_before_a_start(#[case] cpu: &str, #[case] can: bool) {
+        assert_eq!(DomainCapabilities::parse(TCG).expect("readable").has_cpu(cpu), can);
+    }
+
+    #[test]
+    fn without_a_firmware_descriptor_there_is_no_uefi_though_files_lie_there() {
+        let xml = TCG.replace("<value>efi</value>", "");
+        let host = DomainCapabilities::parse(&xml).expect("readable");
+        assert!(!host.has_firmware(Firmware::Uefi) && host.has_firmware(Firmware::Bios));
+    }
+
+    #[test]
+    fn an_answer_without_anything_offers_nothing() {
+        let host = DomainCapabilities::parse("<domainCapabilities/>").expect("well-formed");
+        assert!(!host.efi && !host.has_cpu("maximum") && host.max_vcpus.is_none());
+        assert!(DomainCapabilities::parse("<capabilities/>").is_err());
+    }
+}

@@ -146,3 +146,104 @@ fn clock() -> Element {
         .and(timer("pit").with("tickpolicy", "delay"))
         .and(timer("hpet").with("present", "no"))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::process::{Command, Stdio};
+
+    use super::*;
+    use crate::domain::Phase;
+    use crate::domain::host_xml::{disks, nic_macs};
+    use crate::domain::mark::{Claim, NAMESPACE};
+    use rstest::rstest;
+
+    const MAC: &str = "52:4b:9c:85:46:03";
+
+    fn mark() -> Mark {
+        Mark {
+            claim: Claim::Managed,
+            uid: "uid-1".to_owned(),
+            created_at: "2026-01-02T03:04:05Z".parse().ok(),
+            phase: Phase::Creating,
+            installation_id: "cluster-1".to_owned(),
+            spec_hash: "0f".to_owned(),
+            entry: "home".to_owned(),
+            image_key: "debian".to_owned(),
+            base: "base-home-debian-0a1b2c3d.qcow2".to_owned(),
+            base_digest: "ab".repeat(32),
+        }
+    }
+
+    fn document(firmware: Firmware, virt_type: VirtType, cpu_mode: &str) -> Document {
+        Document {
+            name: VmName::parse("egress-1").expect("a valid name"),
+            uuid: Uuid::from_u128(0xc6862fef_6315_54b4_9aa4_c584378b5e2a),
+            vcpus: NonZeroU32::new(2).expect("not zero"),
+            memory_mib: NonZeroU64::new(512).expect("not zero"),
+            virt_type,
+            cpu_mode: cpu_mode.to_owned(),
+            machine: "q35".to_owned(),
+            firmware,
+            overlay_path: "/pool/egress-1.qcow2".to_owned(),
+            seed_path: "/pool/egress-1-seed.iso".to_owned(),
+            bridge: "br0".to_owned(),
+            mac: MAC.to_owned(),
+            mark: mark(),
+        }
+    }
+
+    #[test]
+    fn the_document_is_the_one_that_was_reviewed() {
+        insta::assert_snapshot!("uefi_qemu", document(Firmware::Uefi, VirtType::Qemu, "maximum").to_xml());
+        insta::assert_snapshot!("bios_kvm", document(Firmware::Bios, VirtType::Kvm, "host-passthrough").to_xml());
+    }
+
+    /// Against the schema that libvirt ships, where its tool is installed.
+    #[rstest]
+    fn the_document_fits_libvirts_schema(
+        #[values(Firmware::Uefi, Firmware::Bios)] firmware: Firmware,
+        #[values(VirtType::Kvm, VirtType::Qemu)] virt_type: VirtType,
+        #[values("host-passthrough", "host-model", "maximum", "Skylake-Server")] cpu_mode: &str,
+    ) {
+        let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
+        file.write_all(document(firmware, virt_type, cpu_mode).to_xml().as_bytes()).expect("written");
+        let run = Command::new("virt-xml-validate").arg(file.path()).arg("domain").stdin(Stdio::null()).output();
+        let Ok(output) = run else {
+            eprintln!("skipped: virt-xml-validate is not installed");
+            return;
+        };
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    #[test]
+    fn hostile_values_stay_values() {
+        let mut hostile = document(Firmware::Bios, VirtType::Kvm, "maximum");
+        hostile.bridge = "br0'/></interface><!-- &".to_owned();
+        hostile.overlay_path = "/pool/\"<x>&'\n\u{1}".to_owned();
+        hostile.mark.uid = "</uid><managed>".to_owned();
+        let xml = hostile.to_xml();
+        let root = Element::parse_document(&xml, "domain").expect("well-formed");
+        let bridge = root.find(&["devices", "interface", "source"]).and_then(|s| s.attribute("bridge"));
+        assert_eq!(bridge, Some(hostile.bridge.as_str()));
+        assert_eq!(root.find(&["metadata", "instance", "uid"]).map(Element::text), Some("</uid><managed>"));
+        // XML 1.0 has no way to write U+0001
+        assert_eq!(disks(&xml).expect("readable")[0].path.as_deref(), Some("/pool/\"<x>&'\n\u{fffd}"));
+    }
+
+    #[test]
+    fn the_mark_and_the_devices_can_be_read_back() {
+        let xml = document(Firmware::Uefi, VirtType::Kvm, "maximum").to_xml();
+        assert!(xml.contains(&format!("<instance xmlns=\"{NAMESPACE}\">")));
+        assert_eq!(nic_macs(&xml), Ok(vec![MAC.to_owned()]));
+        let found = disks(&xml).expect("readable");
+        let seen: Vec<_> = found.iter().map(|d| (d.target.as_str(), d.path.as_deref(), d.format.as_deref(), d.readonly)).collect();
+        assert_eq!(
+            seen,
+            [
+                (OVERLAY_TARGET, Some("/pool/egress-1.qcow2"), Some("qcow2"), false),
+                (SEED_TARGET, Some("/pool/egress-1-seed.iso"), Some("raw"), true)
+            ]
+        );
+    }
+}

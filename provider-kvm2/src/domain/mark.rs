@@ -151,6 +151,11 @@ impl Mark {
         self.uid.eq_ignore_ascii_case(uid.trim())
     }
 
+    /// Whether the mark names another uid. One without a uid names nobody and may be adopted.
+    pub fn has_other_uid(&self, uid: &str) -> bool {
+        !self.uid.is_empty() && !self.has_uid(uid)
+    }
+
     /// Whether the domain is this installation's. A mark without an installation (the
     /// predecessor's) is anybody's who knows its uid.
     pub fn is_of_installation(&self, installation_id: &str) -> bool {
@@ -245,6 +250,17 @@ mod tests {
         assert_eq!(mark.installation_id, "");
     }
 
+    /// As libvirt 11.3 answers after a define, and stores after a metadata call with a prefix.
+    #[test]
+    fn a_mark_is_read_with_and_without_a_prefix() {
+        let mark = Mark { phase: Phase::Deleting, ..parse("<instance><managed>true</managed><uid>u</uid></instance>").expect("readable") };
+        let prefixed = mark.to_metadata().replace("</", "</kvm2:").replace("  <", "  <kvm2:");
+        let prefixed = prefixed.replacen("<instance", &format!("<kvm2:instance xmlns:kvm2=\"{NAMESPACE}\""), 1);
+        let prefixed = prefixed.replace("kvm2:/", "/");
+        assert!(prefixed.contains("<kvm2:uid>u</kvm2:uid>"), "{prefixed}");
+        assert_eq!(parse(&prefixed), Ok(mark));
+    }
+
     #[test]
     fn white_space_and_case_do_not_count() {
         let mark = parse("<k:instance xmlns:k='x'><managed>\n TRUE </managed><uid> 0A1B </uid><createdAt> 2025-09-04t10:00:00z </createdAt><phase> Creating</phase><baseDigest>AB</baseDigest></k:instance>")
@@ -252,6 +268,14 @@ mod tests {
         assert!(mark.is_managed() && mark.has_uid(" 0a1b\n"));
         assert_eq!((mark.phase, mark.base_digest.as_str()), (Phase::Creating, "ab"));
         assert_eq!(mark.created_at, Some(at("2025-09-04T10:00:00Z")));
+    }
+
+    #[test]
+    fn a_mark_without_a_uid_is_nobody_elses() {
+        let nameless = parse("<instance><managed>true</managed></instance>").expect("readable");
+        assert!(!nameless.has_uid("u-1") && !nameless.has_other_uid("u-1"));
+        let owned = parse("<instance><managed>true</managed><uid>u-2</uid></instance>").expect("readable");
+        assert!(owned.has_other_uid("u-1") && !owned.has_other_uid("U-2"));
     }
 
     #[rstest]

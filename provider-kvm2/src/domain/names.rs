@@ -301,7 +301,7 @@ mod tests {
         // a change here orphans every domain that exists
         insta::assert_snapshot!(
             format!("{} {}", mac_for("cluster-1", &vm, "uid-1"), domain_uuid("home", "hv1", "cluster-1", &vm, "uid-1")),
-            @""
+            @"52:4b:9c:85:46:03 c6862fef-6315-54b4-9aa4-c584378b5e2a"
         );
     }
 

@@ -134,3 +134,86 @@ fn seconds(text: &str) -> Option<Timestamp> {
     let nanoseconds = format!("{fraction:0<9}");
     Timestamp::new(seconds.parse().ok()?, nanoseconds.get(..9)?.parse().ok()?).ok()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use rstest::rstest;
+
+    #[test]
+    fn an_overlay_is_thin_and_names_the_format_of_its_base() {
+        let spec =
+            VolumeSpec::Overlay { name: "a.qcow2", capacity: 10 << 30, backing_path: "/p/b&c.raw", backing_format: ImageFormat::Raw };
+        let read = VolumeXml::parse(&spec.to_xml()).expect("readable");
+        assert_eq!((read.capacity, read.allocation), (10 << 30, 0));
+        assert_eq!((read.format.as_deref(), read.backing_format.as_deref()), (Some("qcow2"), Some("raw")));
+        assert_eq!(read.backing_path.as_deref(), Some("/p/b&c.raw"));
+    }
+
+    #[test]
+    fn uploaded_bytes_are_allocated_to_their_exact_length() {
+        let xml = VolumeSpec::Bytes { name: "a-seed.iso", length: 380_928 }.to_xml();
+        let read = VolumeXml::parse(&xml).expect("readable");
+        assert_eq!((read.capacity, read.allocation, read.format.as_deref()), (380_928, 380_928, Some("raw")));
+        assert!(xml.contains("<mode>0600</mode>"), "a seed holds secrets: {xml}");
+    }
+
+    #[test]
+    fn a_volume_of_a_host_is_read() {
+        let xml = "<volume type='file'><name>a.qcow2</name><key>/p/a.qcow2</key><capacity unit='bytes'>1073741824</capacity>
+          <allocation unit='bytes'>200704</allocation><physical unit='bytes'>196616</physical>
+          <target><path>/p/a.qcow2</path><format type='qcow2'/>
+            <timestamps><atime>1.0</atime><mtime>1767323045.25</mtime></timestamps></target>
+          <backingStore><path>/p/base.raw</path><format type='raw'/></backingStore></volume>";
+        let expected = VolumeXml {
+            name: "a.qcow2".to_owned(),
+            key: "/p/a.qcow2".to_owned(),
+            capacity: 1 << 30,
+            allocation: 200_704,
+            physical: Some(196_616),
+            path: Some("/p/a.qcow2".to_owned()),
+            format: Some("qcow2".to_owned()),
+            backing_path: Some("/p/base.raw".to_owned()),
+            backing_format: Some("raw".to_owned()),
+            modified: "2026-01-02T03:04:05.25Z".parse().ok(),
+        };
+        assert_eq!(VolumeXml::parse(xml), Ok(expected));
+    }
+
+    #[rstest]
+    #[case("<capacity unit='KiB'>2</capacity>", Some(2048))]
+    #[case("<capacity>7</capacity>", Some(7))]
+    #[case("<capacity unit='GiB'>18446744073709551615</capacity>", None)]
+    #[case("<capacity unit='furlong'>1</capacity>", None)]
+    #[case("<capacity>-1</capacity>", None)]
+    #[case("", None)]
+    fn a_size_is_read_with_its_unit_and_never_wraps(#[case] capacity: &str, #[case] expected: Option<u64>) {
+        let read = VolumeXml::parse(&format!("<volume><name>a</name>{capacity}</volume>"));
+        assert_eq!(read.ok().map(|v| v.capacity), expected);
+    }
+
+    #[test]
+    fn a_pool_says_where_its_volumes_will_be() {
+        let pool = StoragePoolXml::parse("<pool type='dir'><name>default</name><target><path>/var/lib/images/</path></target></pool>")
+            .expect("readable");
+        assert_eq!((pool.kind.as_str(), pool.name.as_str()), ("dir", "default"));
+        assert_eq!(pool.volume_path("a.qcow2"), "/var/lib/images/a.qcow2");
+    }
+
+    #[rstest]
+    #[case("<pool type='dir'/>")]
+    #[case("<pool type='dir'><target><path>images</path></target></pool>")]
+    fn a_pool_without_an_absolute_path_is_not_usable(#[case] xml: &str) {
+        assert_eq!(StoragePoolXml::parse(xml), Err(XmlFault::Missing { element: "target/path" }));
+    }
+
+    proptest! {
+        #[test]
+        fn junk_never_panics(mtime in "\\PC{0,20}", size in "\\PC{0,20}") {
+            let xml = format!("<volume><name>a</name><capacity>{size}</capacity><target><timestamps><mtime>{mtime}</mtime></timestamps></target></volume>");
+            let _ = VolumeXml::parse(&xml);
+            let _ = seconds(&mtime);
+        }
+    }
+}
