@@ -27,12 +27,18 @@ install_once() {
         quietly zypper --non-interactive install "$service"
     elif have apk; then
         quietly apk add --no-cache "$service"
-    else
-        return 1
     fi
 }
 
+has_package_manager() {
+    for manager in apt-get dnf yum zypper apk; do
+        have "$manager" && return 0
+    done
+    return 1
+}
+
 install_agent() {
+    has_package_manager || return 1
     left=$attempts
     while [ "$left" -gt 0 ]; do
         install_once && have qemu-ga && return 0

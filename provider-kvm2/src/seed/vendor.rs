@@ -137,3 +137,97 @@ fn mime_in_window(document: &str) -> bool {
     let start = &document.as_bytes()[..document.len().min(MIME_WINDOW)];
     String::from_utf8_lossy(start).to_ascii_lowercase().contains("mime-version:")
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::process::{Command, Stdio};
+
+    use super::*;
+    use proptest::prelude::*;
+    use rstest::rstest;
+
+    const CONFIG: &str = "#cloud-config\n# příliš žluťoučký kůň\r\nFrom me\n--kvm2\nmime-version: x\npackages: [squid]";
+
+    #[rstest]
+    #[case::nothing(None, GuestAgent::Leave, "")]
+    #[case::blank(Some(" \n"), GuestAgent::Leave, "")]
+    #[case::document_only(Some(CONFIG), GuestAgent::Leave, CONFIG)]
+    #[case::script_only(None, GuestAgent::Install, agent::SCRIPT)]
+    #[case::script_only_beside_blank(Some("\n"), GuestAgent::Install, agent::SCRIPT)]
+    fn one_part_travels_as_it_is(#[case] configured: Option<&str>, #[case] agent: GuestAgent, #[case] expected: &str) {
+        assert_eq!(vendor_data(configured, agent), expected.as_bytes());
+    }
+
+    #[test]
+    fn two_parts_begin_with_the_mime_version() {
+        let data = vendor_data(Some(CONFIG), GuestAgent::Install);
+        assert!(data.starts_with(b"MIME-Version: 1.0\nContent-Type: multipart/mixed;"));
+        assert_eq!(data, vendor_data(Some(CONFIG), GuestAgent::Install), "the same input, the same bytes");
+    }
+
+    /// Read by the library that cloud-init reads it with, in the way that it does.
+    #[test]
+    fn pythons_mail_parser_finds_both_documents_unchanged() {
+        const READ: &str = "import email,sys,base64\n\
+            m=email.message_from_string(sys.stdin.buffer.read().decode('utf-8'))\n\
+            for p in m.walk():\n\
+            \x20 if not p.is_multipart(): print(p.get_content_type(), base64.b64encode(p.get_payload(decode=True)).decode())\n";
+        let child = Command::new("python3").args(["-c", READ]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        let Ok(mut child) = child else {
+            eprintln!("skipped: python3 is not installed");
+            return;
+        };
+        let mut stdin = child.stdin.take().expect("piped");
+        stdin.write_all(&vendor_data(Some(CONFIG), GuestAgent::Install)).expect("read by the child");
+        drop(stdin);
+        let output = child.wait_with_output().expect("it ends");
+        let expected = format!("text/plain {}\ntext/x-shellscript {}\n", STANDARD.encode(CONFIG), STANDARD.encode(agent::SCRIPT));
+        assert_eq!(String::from_utf8_lossy(&output.stdout), expected);
+    }
+
+    #[rstest]
+    #[case("#cloud-config\nx: 1\n")]
+    #[case("\n\n  #Cloud-Config\n")]
+    #[case("#!/bin/sh\n")]
+    #[case("#include https://example.org/x\n")]
+    #[case("## template: jinja\n#cloud-config\n")]
+    #[case("")]
+    fn a_document_with_a_known_header_passes(#[case] document: &str) {
+        assert_eq!(check(document, GuestAgent::Install), Ok(()));
+        assert_eq!(check(document, GuestAgent::Leave), Ok(()));
+    }
+
+    #[rstest]
+    #[case::yaml_without_header("packages: [a]\n", GuestAgent::Install, VendorFault::UnknownHeader)]
+    #[case::comment_first("# mine\n#cloud-config\n", GuestAgent::Leave, VendorFault::UnknownHeader)]
+    #[case::mime_in_mime("MIME-Version: 1.0\nContent-Type: multipart/mixed\n", GuestAgent::Install, VendorFault::Multipart)]
+    #[case::mime_by_type("Content-Type: multipart/mixed\nMIME-Version: 1.0\n", GuestAgent::Install, VendorFault::Multipart)]
+    #[case::mime_that_is_not_seen("Content-Type: text/plain\n\n", GuestAgent::Leave, VendorFault::UnknownHeader)]
+    #[case::taken_for_mime("#cloud-config\n# mime-version: none\n", GuestAgent::Leave, VendorFault::LooksLikeMime)]
+    fn a_document_that_would_be_dropped_is_refused(#[case] document: &str, #[case] agent: GuestAgent, #[case] fault: VendorFault) {
+        assert_eq!(check(document, agent), Err(fault));
+    }
+
+    #[test]
+    fn mime_alone_passes_and_length_is_bounded() {
+        assert_eq!(check("MIME-Version: 1.0\nContent-Type: multipart/mixed\n", GuestAgent::Leave), Ok(()));
+        assert_eq!(check(&"#".repeat(MAX_VENDOR_DATA + 1), GuestAgent::Leave), Err(VendorFault::TooLong));
+    }
+
+    proptest! {
+        #[test]
+        fn any_document_decodes_to_itself(document in "\\PC{0,400}") {
+            let text = base64_lines(document.as_bytes());
+            prop_assert!(text.lines().all(|line| line.len() <= LINE));
+            let joined: String = text.lines().collect();
+            prop_assert_eq!(STANDARD.decode(joined).ok(), Some(document.into_bytes()));
+        }
+
+        #[test]
+        fn check_never_panics(document in "(MIME-Version:|#|!|\\PC){0,20}") {
+            let _ = check(&document, GuestAgent::Install);
+            let _ = check(&document, GuestAgent::Leave);
+        }
+    }
+}
