@@ -22,6 +22,8 @@ pub mod origin;
 pub mod publish;
 pub mod qcow2;
 pub mod space;
+#[cfg(test)]
+pub(crate) mod tests;
 pub mod unpack;
 
 pub use cache::ImageCache;

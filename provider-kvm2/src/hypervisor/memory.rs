@@ -15,11 +15,11 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use tokio::sync::mpsc;
+use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -45,6 +45,7 @@ pub struct MemoryHost {
     state: Mutex<State>,
     steps: AtomicU64,
     freeze_at: AtomicU64,
+    frozen: Notify,
     crashes: AtomicU64,
     open_streams: AtomicU64,
     links: Mutex<Vec<CancellationToken>>,
@@ -55,7 +56,8 @@ struct State {
     domains: BTreeMap<String, Domain>,
     pools: BTreeMap<String, Pool>,
     bridges: Option<Vec<String>>,
-    failures: HashMap<&'static str, VecDeque<CallFailure>>,
+    /// None: this call succeeds.
+    failures: HashMap<&'static str, VecDeque<Option<CallFailure>>>,
     calls: Vec<&'static str>,
 }
 
@@ -87,10 +89,16 @@ struct Volume {
     backing: Option<String>,
     /// The file: an open stream keeps writing into it after the volume is gone.
     file: Arc<Mutex<Vec<u8>>>,
+    /// As libvirt shows it: seconds since 1970.
+    mtime: f64,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn now() -> f64 {
+    SystemTime::UNIX_EPOCH.elapsed().map_or(0.0, |t| t.as_secs_f64())
 }
 
 fn refused(code: i32, domain: i32, message: impl Into<String>) -> CallFailure {
@@ -115,6 +123,7 @@ impl MemoryHost {
             state: Mutex::default(),
             steps: AtomicU64::new(0),
             freeze_at: AtomicU64::new(u64::MAX),
+            frozen: Notify::new(),
             crashes: AtomicU64::new(0),
             open_streams: AtomicU64::new(0),
             links: Mutex::default(),
@@ -159,6 +168,13 @@ impl MemoryHost {
     pub fn put_unseen_file(&self, pool: &str, name: &str, content: &[u8]) {
         if let Some(pool) = lock(&self.state).pools.get_mut(pool) {
             pool.unseen.insert(name.to_owned(), content.to_vec());
+        }
+    }
+
+    /// Another program writes to a volume of its own, or did so that long ago.
+    pub fn touch_volume(&self, pool: &str, name: &str, ago: Duration) {
+        if let Some(volume) = lock(&self.state).pools.get_mut(pool).and_then(|p| p.volumes.get_mut(name)) {
+            volume.mtime = now() - ago.as_secs_f64();
         }
     }
 
@@ -208,7 +224,15 @@ impl MemoryHost {
 
     /// The next call of this name fails so; several are used in order.
     pub fn fail_next(&self, call: &'static str, failure: CallFailure) {
-        lock(&self.state).failures.entry(call).or_default().push_back(failure);
+        self.fail_after(call, 0, failure);
+    }
+
+    /// As [`Self::fail_next`], after so many calls of this name that succeed.
+    pub fn fail_after(&self, call: &'static str, successes: usize, failure: CallFailure) {
+        let mut state = lock(&self.state);
+        let queue = state.failures.entry(call).or_default();
+        queue.extend(std::iter::repeat_n(None, successes));
+        queue.push_back(Some(failure));
     }
 
     /// The names of all calls since the last look, in order.
@@ -224,6 +248,11 @@ impl MemoryHost {
     /// From this step (counted from now, 0 is the next) on nothing has an effect or gets an answer.
     pub fn freeze_at(&self, step: u64) {
         self.freeze_at.store(self.steps().saturating_add(step), Ordering::SeqCst);
+    }
+
+    /// Waits until someone has run into the freeze.
+    pub async fn frozen(&self) {
+        self.frozen.notified().await;
     }
 
     pub fn thaw(&self) {
@@ -256,8 +285,14 @@ impl Volume {
     /// As a refresh finds a file: format and virtual size from its header.
     fn probed(content: Vec<u8>) -> Self {
         let allocation = content.len() as u64;
-        let mut volume =
-            Self { format: "raw".to_owned(), capacity: allocation, allocation, backing: None, file: Arc::new(Mutex::new(content)) };
+        let mut volume = Self {
+            format: "raw".to_owned(),
+            capacity: allocation,
+            allocation,
+            backing: None,
+            file: Arc::new(Mutex::new(content)),
+            mtime: now(),
+        };
         volume.probe();
         volume
     }
@@ -293,7 +328,7 @@ impl MemoryLink {
             Ok(()) => {
                 let mut state = lock(&self.host.state);
                 state.calls.push(call);
-                match state.failures.get_mut(call).and_then(VecDeque::pop_front) {
+                match state.next_failure(call) {
                     Some(failure) => Err(failure),
                     None => act(&mut state),
                 }
@@ -311,6 +346,7 @@ impl MemoryLink {
             return Err(lost());
         }
         if self.host.steps.fetch_add(1, Ordering::SeqCst) >= self.host.freeze_at.load(Ordering::SeqCst) {
+            self.host.frozen.notify_one();
             self.dead.cancelled().await;
             return Err(lost());
         }
@@ -323,7 +359,7 @@ impl MemoryLink {
         let file = {
             let mut state = lock(&self.host.state);
             state.calls.push("upload");
-            if let Some(failure) = state.failures.get_mut("upload").and_then(VecDeque::pop_front) {
+            if let Some(failure) = state.next_failure("upload") {
                 return Err(failure);
             }
             state.volume(&volume.key)?.file.clone()
@@ -345,7 +381,7 @@ impl MemoryLink {
             }
             self.step().await?;
             let mut state = lock(&self.host.state);
-            if let Some(failure) = state.failures.get_mut("upload part").and_then(VecDeque::pop_front) {
+            if let Some(failure) = state.next_failure("upload part") {
                 return Err(failure);
             }
             // writing past what was allocated takes room from the pool; libvirtd dies where there is none
@@ -364,6 +400,9 @@ impl MemoryLink {
                     pool.info.available -= more;
                     pool.info.allocation += more;
                 }
+            }
+            if let Ok(v) = state.volume(&volume.key) {
+                v.mtime = now();
             }
             let mut content = lock(&file);
             let at = usize::try_from(sent).expect("test volumes fit in memory");
@@ -392,6 +431,10 @@ impl Drop for OpenStream<'_> {
 }
 
 impl State {
+    fn next_failure(&mut self, call: &str) -> Option<CallFailure> {
+        self.failures.get_mut(call)?.pop_front()?
+    }
+
     fn pool(&mut self, name: &str) -> CallResultKind<&mut Pool> {
         self.pools.get_mut(name).ok_or_else(|| refused(code::NO_STORAGE_POOL, FROM_STORAGE, format!("no storage pool '{name}'")))
     }
@@ -470,7 +513,8 @@ impl State {
             content.resize(size, 0);
         }
         let key = format!("/pools/{pool_name}/{name}");
-        pool.volumes.insert(name.clone(), Volume { format, capacity, allocation, backing, file: Arc::new(Mutex::new(content)) });
+        pool.volumes
+            .insert(name.clone(), Volume { format, capacity, allocation, backing, file: Arc::new(Mutex::new(content)), mtime: now() });
         Ok(VolumeRef { name, key, handle: None })
     }
 
@@ -721,12 +765,14 @@ impl Hypervisor for MemoryLink {
             };
             Ok(format!(
                 "<volume type='file'><name>{}</name><key>{key}</key><capacity unit='bytes'>{}</capacity><allocation unit='bytes'>{}</allocation>\
-                 <physical unit='bytes'>{}</physical><target><path>{key}</path><format type='{}'/></target>{backing}</volume>",
+                 <physical unit='bytes'>{}</physical><target><path>{key}</path><format type='{}'/>\
+                 <timestamps><mtime>{:.9}</mtime><btime>0</btime></timestamps></target>{backing}</volume>",
                 volume.name,
                 v.capacity,
                 v.allocation,
                 v.allocation,
                 v.format,
+                v.mtime,
                 key = volume.key,
             ))
         })
@@ -754,6 +800,9 @@ impl Hypervisor for MemoryLink {
             Ok(()) => self.send(volume, length, parts).await,
             Err(e) => Err(e),
         };
+        if let Err(CallFailure::LinkDead { .. } | CallFailure::Timeout { .. }) = &answer {
+            self.dead.cancel();
+        }
         answer.map_err(|kind| CallError { host: self.host.name.clone(), call: "upload", kind })
     }
 

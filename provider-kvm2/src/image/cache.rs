@@ -12,6 +12,7 @@
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::hash::Hash;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
@@ -37,11 +38,21 @@ const KEEP: Duration = Duration::from_secs(600);
 /// How long a Permanent failure is answered without another try.
 const REMEMBER_FAILURE: Duration = Duration::from_secs(10);
 
-/// How often another process's upload is looked at.
-const POLL: Duration = Duration::from_secs(2);
+/// How uploads of other processes are waited for.
+#[derive(Debug, Clone, Copy)]
+pub struct Patience {
+    /// How often one is looked at.
+    pub poll: Duration,
+    /// One that was not written to for so long is debris.
+    pub stall: Duration,
+}
 
-/// Longer than an upload of ours may stand still: its source's stall and the start of a next attempt.
-const FOREIGN_STALL: Duration = Duration::from_secs(2 * STALL.as_secs());
+impl Default for Patience {
+    fn default() -> Self {
+        // an upload of ours may stand still for its source's stall and for the start of a next attempt
+        Self { poll: Duration::from_secs(2), stall: 2 * STALL }
+    }
+}
 
 /// A file not written to for so long is debris at first sight, unless the clocks are that far apart;
 /// then the image is stored once more.
@@ -54,6 +65,7 @@ pub struct ImageCache {
     connect: Arc<dyn Connect>,
     metrics: Metrics,
     source: Source,
+    patience: Patience,
     pulls: Mutex<HashMap<PullKey, Running>>,
     /// What lies beside bases of ours, by host and volume key: immutable, so read once.
     facts: Mutex<HashMap<(HostId, String), Facts>>,
@@ -144,14 +156,15 @@ impl PullKey {
 
 impl ImageCache {
     pub fn new(connect: Arc<dyn Connect>, metrics: Metrics) -> Arc<Self> {
-        Self::with_source(connect, metrics, Source::default())
+        Self::with(connect, metrics, Source::default(), Patience::default())
     }
 
-    pub fn with_source(connect: Arc<dyn Connect>, metrics: Metrics, source: Source) -> Arc<Self> {
+    pub fn with(connect: Arc<dyn Connect>, metrics: Metrics, source: Source, patience: Patience) -> Arc<Self> {
         Arc::new(Self {
             connect,
             metrics,
             source,
+            patience,
             pulls: Mutex::default(),
             facts: Mutex::default(),
             foreign: Mutex::default(),
@@ -332,7 +345,7 @@ impl ImageCache {
             }
             phase.send_replace(Phase::Elsewhere);
             tokio::select! {
-                () = tokio::time::sleep(POLL) => {}
+                () = tokio::time::sleep(self.patience.poll) => {}
                 () = self.stop.cancelled() => return Err(stopping(wanted)),
             }
         }
@@ -357,6 +370,7 @@ impl ImageCache {
             progress: &shared.progress,
             id: random,
             stop: &self.stop,
+            made: AtomicBool::new(false),
         };
         let (base, origin) = job.run().await?;
         let facts = Facts { digest: base.digest.clone(), origin: Some(origin) };
@@ -401,7 +415,7 @@ impl ImageCache {
         if sight.looks != looks {
             *sight = Sight { looks, since: now };
         }
-        now.duration_since(sight.since) < FOREIGN_STALL
+        now.duration_since(sight.since) < self.patience.stall
     }
 }
 
@@ -554,3 +568,6 @@ fn age(seconds: &str) -> Option<Duration> {
     let whole = seconds.split('.').next()?.trim().parse::<u64>().ok()?;
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH + Duration::from_secs(whole)).ok()
 }
+
+#[cfg(test)]
+mod tests;

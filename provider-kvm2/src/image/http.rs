@@ -7,7 +7,7 @@
 //! it sends, and a body never gets longer than announced or allowed.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,12 +15,14 @@ use reqwest::Response;
 use reqwest::header;
 
 use self::reach::{Reached, Rules, Wanted};
-use super::ImageRef;
 use super::space::human;
+use super::{ImageRef, UrlTrust};
 use crate::config::UrlPolicy;
 use crate::error::{ProviderError, Reason, Result, bounded_to};
 
 mod reach;
+#[cfg(test)]
+pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
 
@@ -57,6 +59,8 @@ impl Default for Timing {
 pub struct Source {
     timing: Timing,
     misses: Mutex<HashMap<String, u32>>,
+    /// For configured URLs, which no policy restricts: reading the system's certificates takes its time.
+    unrestricted: OnceLock<reqwest::Client>,
 }
 
 /// The body of one image as it is read.
@@ -82,16 +86,27 @@ pub struct Body {
 
 impl Source {
     pub fn new(timing: Timing) -> Self {
-        Self { timing, misses: Mutex::default() }
+        Self { timing, ..Self::default() }
     }
 
     /// Asks for the image. `limit` is the longest body that is accepted, in bytes.
     pub async fn open(&self, image: &ImageRef, policy: &UrlPolicy, limit: u64) -> Result<Body> {
         let rules = Rules { trust: image.trust, policy: policy.clone() };
-        let client = reach::client(&rules, &self.timing)?;
+        let client = self.client(&rules)?;
         let reached = reach::reach(&client, &rules, &self.timing, image, &Wanted::Whole).await.map_err(|e| self.judge(image, e))?;
         self.misses().remove(image.url.as_secret_str());
         Body::new(self.timing, client, rules, image.clone(), reached, limit)
+    }
+
+    fn client(&self, rules: &Rules) -> Result<reqwest::Client> {
+        if rules.trust == UrlTrust::Requested {
+            return reach::client(rules, &self.timing);
+        }
+        if let Some(client) = self.unrestricted.get() {
+            return Ok(client.clone());
+        }
+        let client = reach::client(rules, &self.timing)?;
+        Ok(self.unrestricted.get_or_init(|| client).clone())
     }
 
     /// A mirror without the image may be one that is behind; after some pulls it is not.
@@ -236,7 +251,7 @@ impl Body {
 
     fn take_over(&mut self, reached: Reached) -> Result<()> {
         // a Last-Modified says nothing about two servers, but the length of both files does
-        let same = reached.validator == self.validator && reached.length == self.length;
+        let same = reached.validator == self.validator && (self.length.is_none() || reached.length == self.length);
         if !same {
             return Err(broken(&self.image, "was replaced while it was read".to_owned()));
         }

@@ -6,7 +6,7 @@
 //! reported. A process that is killed leaves a base without a marker: debris, which
 //! is never used and shows in listings.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -62,6 +62,8 @@ pub(crate) struct Publish<'a> {
     /// Random part of the volume's name.
     pub(crate) id: u32,
     pub(crate) stop: &'a CancellationToken,
+    /// Whether a volume of ours may exist.
+    pub(crate) made: AtomicBool,
 }
 
 /// What was learnt of an image before anything was made on the host.
@@ -96,7 +98,7 @@ impl Publish<'_> {
             Ok(stored) => self.finish_or_redial(&*link, stored).await,
             Err(e) => Err(e),
         };
-        if outcome.is_err() {
+        if outcome.is_err() && self.made.load(Ordering::Relaxed) {
             self.clean_up(&*link).await;
         }
         link.close();
@@ -214,7 +216,15 @@ impl Publish<'_> {
         space::check(&self.host.host, &pool.name, &info, entry.pool_reserve, plan.length.saturating_add(SIDE_BYTES))?;
         let etag = feed.body().etag().map(str::to_owned);
         let name = self.name();
-        let volume = link.create_volume(&pool, &volume_xml(&name, plan.length)).await?;
+        let volume = match link.create_volume(&pool, &volume_xml(&name, plan.length)).await {
+            Ok(volume) => volume,
+            Err(e) => {
+                // refused: nothing was made, and what has the name is someone else's. Unanswered: it may exist
+                self.made.store(e.code().is_none(), Ordering::Relaxed);
+                return Err(e.into());
+            }
+        };
+        self.made.store(true, Ordering::Relaxed);
         let digests = self.transfer(link, &volume, feed, plan.length, deadline).await?;
         let image = &self.wanted.image;
         let origin = Origin {

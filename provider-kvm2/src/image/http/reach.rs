@@ -24,6 +24,9 @@ const MAX_REDIRECTS: usize = 5;
 /// A server that wants to be left alone for longer is asked again after this all the same.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(600);
 
+/// Longer ones are as good as none.
+const MAX_VALIDATOR: usize = 256;
+
 /// Which URLs and addresses may be fetched.
 #[derive(Debug, Clone)]
 pub(super) struct Rules {
@@ -181,9 +184,9 @@ fn accept(image: &ImageRef, url: &ImageUrl, response: Response, wanted: &Wanted)
         let encoding = bounded_to(encoding, 40);
         return Err(broken(&format!("encodes the body ({encoding}) although that was not asked for; switch that off for images")));
     }
-    let etag = text(headers, header::ETAG).map(|e| bounded_to(e, 256));
-    let strong = etag.clone().filter(|e| e.starts_with('"'));
-    let validator = strong.or_else(|| text(headers, header::LAST_MODIFIED).map(|t| bounded_to(t, 64)));
+    let short = |name| text(headers, name).filter(|t| t.len() <= MAX_VALIDATOR).map(str::to_owned);
+    let etag = short(header::ETAG);
+    let validator = etag.clone().filter(|e| e.starts_with('"')).or_else(|| short(header::LAST_MODIFIED));
     Ok(Reached { validator, etag, length, response })
 }
 
@@ -298,11 +301,32 @@ mod tests {
     }
 
     #[rstest]
+    #[case("https://a.test/x", "http://a.test/y", None)]
+    #[case("https://a.test/x", "//b.test/y", Some("https://b.test/y"))]
+    #[case("http://a.test/x", "https://b.test/y", Some("https://b.test/y"))]
+    #[case("https://a.test/d/x", "y?z", Some("https://a.test/d/y?z"))]
+    fn a_redirect_never_leaves_https(#[case] from: &str, #[case] location: &str, #[case] to: Option<&str>) {
+        let from = ImageUrl::parse(from).unwrap();
+        let image = ImageRef {
+            key: "debian".into(),
+            url: from.clone(),
+            sha256: None,
+            format: crate::config::ImageFormat::Raw,
+            firmware: crate::config::Firmware::Uefi,
+            trust: UrlTrust::Configured,
+        };
+        let rules = Rules { trust: image.trust, policy: crate::image::tests::entry().url_policy.clone() };
+        let answer = http::Response::builder().status(302).header("location", location).body("").unwrap();
+        let hop = next_hop(&rules, &image, &from, &answer.into());
+        assert_eq!(hop.ok(), to.map(|t| ImageUrl::parse(t).unwrap()));
+    }
+
+    #[rstest]
     #[case("0", Some(1))]
     #[case("17", Some(17))]
     #[case("99999999", Some(600))]
     #[case("Sun, 06 Nov 1994 08:49:37 GMT", Some(1))]
-    #[case("Fri, 06 Nov 2393 08:49:37 GMT", Some(600))]
+    #[case("Sat, 06 Nov 2393 08:49:37 GMT", Some(600))]
     #[case("soon", None)]
     fn a_retry_after_is_bounded(#[case] value: &str, #[case] seconds: Option<u64>) {
         assert_eq!(retry_after(value), seconds.map(Duration::from_secs));
