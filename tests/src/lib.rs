@@ -1,1 +1,39 @@
-//! Harness for tests against the lab.
+//! Harness for tests against the real daemon, and against the lab: real libvirtd,
+//! real sshd, real VMs.
+//!
+//! A test starts a [`Case`]: its own names on the lab's hosts, and the promise that
+//! nothing with those names is left at its end, however it ends. A [`Daemon`] is the
+//! built program on a socket of its own, a [`ProvidersFile`] what it is configured
+//! with, [`Clients`] what a caller has. [`FaultProxy`] and [`ImageServer`] stand
+//! between the daemon and the world and break it on demand; [`eventually`] waits
+//! for what becomes true some time.
+//!
+//! ```text
+//! tests/run → tests/lab/up → lab.json → Lab ─┐
+//!                                            ├→ Case → ProvidersFile → Daemon → Clients
+//!                          built binary ─────┘
+//! ```
+
+pub mod case;
+pub mod cleanup;
+pub mod clients;
+pub mod counters;
+pub mod daemon;
+pub mod fault_proxy;
+pub mod image_server;
+pub mod lab;
+pub mod poll;
+pub mod providers_file;
+pub mod refusal;
+pub mod scratch;
+
+pub use case::Case;
+pub use cleanup::Cleanup;
+pub use clients::Clients;
+pub use daemon::Daemon;
+pub use fault_proxy::{Fault, FaultProxy};
+pub use image_server::{Answer, ImageServer};
+pub use lab::{Host, Lab};
+pub use poll::eventually;
+pub use providers_file::{EntryFile, ProvidersFile};
+pub use refusal::{Refusal, refused};

@@ -1,0 +1,117 @@
+//! One test against the lab: names of its own, a directory of its own, and a clean host behind it.
+
+use std::path::{Path, PathBuf};
+
+use egress_provider_proto::v1::{CloudInit, CreateRequest, Placement};
+
+use crate::cleanup::Cleanup;
+use crate::clients::seconds;
+use crate::daemon::Daemon;
+use crate::lab::{Host, Lab};
+use crate::providers_file::{EntryFile, ProvidersFile};
+
+/// How long a Create of a test may take before it is answered as unfinished.
+const MAX_WAIT_SECONDS: u64 = 120;
+
+/// Declare it before the daemons of the test: they have to be gone when it cleans up.
+#[derive(Debug)]
+pub struct Case {
+    name: &'static str,
+    pub lab: Lab,
+    dir: tempfile::TempDir,
+    _cleanup: Cleanup,
+}
+
+impl Case {
+    /// None, and a line that says why, where there is no lab. `name` is short and made of letters
+    /// and digits, so that no case's names begin with another's.
+    pub fn start(name: &'static str) -> Option<Self> {
+        assert!(name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit()), "{name}");
+        let lab = Lab::attach(name)?;
+        let dir = tempfile::Builder::new().prefix(&format!("kt-{name}-")).tempdir().expect("a temporary directory");
+        let cleanup = Cleanup::of(&lab, &format!("kt-{name}-"), &format!("kt-{name}"));
+        Some(Self { name, lab, dir, _cleanup: cleanup })
+    }
+
+    /// The test's own provider entry on these hosts.
+    pub fn entry(&self, hosts: &[&str]) -> EntryFile {
+        EntryFile::of_lab(&self.lab, &self.entry_name(), hosts)
+    }
+
+    pub fn entry_name(&self) -> String {
+        format!("kt-{}", self.name)
+    }
+
+    /// A name of the test's own.
+    pub fn vm(&self, suffix: &str) -> String {
+        format!("kt-{}-{suffix}", self.name)
+    }
+
+    /// Starts the daemon; the directory of the first of several is `d`.
+    pub async fn daemon(&self, file: impl Into<ProvidersFile>) -> Daemon {
+        self.daemon_in("d", file).await
+    }
+
+    /// Starts one of several daemons of a test.
+    pub async fn daemon_in(&self, dir: &str, file: impl Into<ProvidersFile>) -> Daemon {
+        Daemon::start(&self.subdir(dir), &file.into()).await
+    }
+
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    fn subdir(&self, name: &str) -> PathBuf {
+        let dir = self.dir.path().join(name);
+        std::fs::create_dir_all(&dir).expect("a directory in a temporary one");
+        dir
+    }
+
+    pub fn host(&self, name: &str) -> &Host {
+        self.lab.host(name)
+    }
+
+    /// A request for a small VM of image `tiny`, which boots nothing.
+    pub fn request(&self, vm: &str, zone: &str) -> CreateRequest {
+        request(vm, zone, "tiny")
+    }
+
+    /// Bases and their sidecars of the test's entry in the default pool of a host.
+    pub fn bases(&self, host: &str) -> Vec<String> {
+        let prefix = format!("base-{}-", self.entry_name());
+        self.host(host).volumes("default").into_iter().filter(|v| v.starts_with(&prefix)).collect()
+    }
+
+    /// Everything of the test's VMs on a host: domains and volumes.
+    pub fn left(&self, host: &str) -> Vec<String> {
+        let prefix = format!("kt-{}-", self.name);
+        let host = self.host(host);
+        let mut left = host.domains();
+        left.extend(host.volumes("default"));
+        left.retain(|name| name.starts_with(&prefix));
+        left
+    }
+}
+
+/// A request with the usual fields; the uid is derived from the name.
+pub fn request(vm: &str, zone: &str, image: &str) -> CreateRequest {
+    CreateRequest {
+        name: vm.to_owned(),
+        uid: uid_of(vm),
+        placement: Some(Placement {
+            zone: zone.to_owned(),
+            machine_type: "nano".to_owned(),
+            image: image.to_owned(),
+            ..Default::default()
+        }),
+        cloud_init: Some(CloudInit { user_data: b"#cloud-config\n{}\n".to_vec() }),
+        spec_hash: "sha256:1".to_owned(),
+        max_wait: seconds(MAX_WAIT_SECONDS),
+        ..Default::default()
+    }
+}
+
+/// The uid that [`request`] gives to a name.
+pub fn uid_of(vm: &str) -> String {
+    format!("uid-{vm}")
+}
