@@ -172,6 +172,8 @@ mod tests {
             image_key: "debian".to_owned(),
             base: "base-home-debian-0a1b2c3d.qcow2".to_owned(),
             base_digest: "ab".repeat(32),
+            owner: "replica-1".to_owned(),
+            attempt_at: "2026-01-02T03:04:06Z".parse().ok(),
         }
     }
 

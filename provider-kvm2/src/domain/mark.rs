@@ -8,7 +8,7 @@
 //! ```text
 //! managed, uid, createdAt                       both
 //! phase, installationId, specHash, entry,       ours
-//! imageKey, base, baseDigest
+//! imageKey, base, baseDigest, owner, attemptAt
 //! ```
 
 use std::fmt;
@@ -133,7 +133,8 @@ impl Mark {
             base: value("base")?.to_owned(),
             base_digest: value("baseDigest")?.to_ascii_lowercase(),
             owner: value("owner")?.to_owned(),
-            attempt_at: value("attemptAt")?.to_ascii_uppercase().parse::<Timestamp>().ok().map(|at| at.min(now)),
+            // not clamped: taken for now at every reading, an attempt dated ahead would stay fresh for ever
+            attempt_at: value("attemptAt")?.to_ascii_uppercase().parse().ok(),
         })
     }
 
@@ -141,7 +142,8 @@ impl Mark {
         self.claim == Claim::Managed
     }
 
-    /// Whether the attempt began less than `age` ago; one without a time is not fresh.
+    /// Whether the attempt began less than `age` ago. One without a time is not fresh, nor is one
+    /// dated further ahead than that.
     pub fn is_fresh(&self, now: Timestamp, age: Duration) -> bool {
         self.attempt_at.is_some_and(|at| now.duration_since(at).unsigned_abs() < age)
     }
@@ -323,6 +325,13 @@ mod tests {
         assert!(!mark.is_fresh(now(), Duration::from_secs(245)));
         mark.attempt_at = None;
         assert!(!mark.is_fresh(now(), Duration::MAX));
+    }
+
+    #[test]
+    fn an_attempt_dated_far_ahead_is_not_fresh_and_one_slightly_ahead_is() {
+        let ahead = |at| parse(&format!("<instance><attemptAt>{at}</attemptAt></instance>")).expect("readable");
+        assert!(!ahead("2030-01-01T00:00:00Z").is_fresh(now(), Duration::from_secs(30)));
+        assert!(ahead("2026-01-02T03:04:10Z").is_fresh(now(), Duration::from_secs(30)));
     }
 
     #[rstest]
