@@ -26,6 +26,7 @@ pub mod poll;
 pub mod providers_file;
 pub mod refusal;
 pub mod scratch;
+pub mod tools;
 
 pub use case::Case;
 pub use cleanup::Cleanup;
