@@ -75,7 +75,7 @@ impl Lab {
             machine: "q35".to_owned(),
             pool_reserve: PoolReserve::FivePercent,
             max_image_bytes: 1 << 30,
-            url_policy: UrlPolicy,
+            url_policy: UrlPolicy::default(),
             digests: DigestPolicy::Optional,
             budgets: Budgets::default(),
             warnings: Vec::new(),

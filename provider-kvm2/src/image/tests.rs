@@ -23,7 +23,7 @@ pub(crate) fn entry() -> Arc<Entry> {
         machine: "q35".into(),
         pool_reserve: PoolReserve::FivePercent,
         max_image_bytes: 64 << 20,
-        url_policy: UrlPolicy,
+        url_policy: UrlPolicy::default(),
         digests: DigestPolicy::Optional,
         budgets: Budgets::default(),
         warnings: Vec::new(),
