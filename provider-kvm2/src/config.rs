@@ -13,12 +13,20 @@ use std::time::Duration;
 
 use crate::hypervisor::Budgets;
 
+pub mod describe;
+mod entry;
 pub mod load;
-pub mod raw;
+mod overrides;
+mod raw;
+mod reader;
 pub mod report;
+mod schema;
 pub mod url_policy;
+mod values;
+pub mod vendor_header;
 pub mod watch;
 
+pub use describe::describe;
 pub use load::load;
 pub use report::ConfigReport;
 pub use url_policy::UrlPolicy;
