@@ -1570,7 +1570,7 @@ pub struct InstanceKey {
 /// An instance by the id that the provider gave.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct InstanceById {
-    /// REQUIRED. As returned by Create, Get or ListByTag; at most 255 bytes.
+    /// REQUIRED. As returned by Create, Get or ListByTag; at most 320 bytes.
     #[prost(string, tag = "1")]
     pub instance_id: ::prost::alloc::string::String,
     /// OPTIONAL. The uid that the caller expects; another one gives UID_MISMATCH. At most 63 bytes; empty
@@ -1622,7 +1622,7 @@ pub struct InstanceImage {
 /// An instance. Every field is set by the provider.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Instance {
-    /// REQUIRED. The provider's id, opaque to callers; at most 255 bytes.
+    /// REQUIRED. The provider's id, opaque to callers; at most 320 bytes.
     #[prost(string, tag = "1")]
     pub instance_id: ::prost::alloc::string::String,
     /// REQUIRED. The caller's name for it.
@@ -1933,7 +1933,7 @@ pub mod delete_request {
     /// REQUIRED. Which one.
     #[derive(Clone, PartialEq, Eq, Hash, ::prost::Oneof)]
     pub enum Selector {
-        /// By the provider's id. What is left of an instance that is not there any more is removed too.
+        /// By the provider's id.
         #[prost(message, tag = "2")]
         Id(super::InstanceById),
         /// By the caller's key.

@@ -21,7 +21,7 @@ use super::jobs::{Entered, Job, JobKey, Progress, Step, Terms};
 use super::placement::Resolved;
 use super::sites::Site;
 use super::{CreateOutcome, CreateRequest, Created, Expected, Instance, InstanceImage, Key, Provider, placement, preflight, sites};
-use crate::config::NetworkConfig;
+use crate::config::{NetworkConfig, VirtType};
 use crate::domain::document::Document;
 use crate::domain::mark::{self, Mark, Phase};
 use crate::domain::names;
@@ -465,6 +465,10 @@ impl Provider {
     async fn why_not_started(&self, site: &Site, id: &InstanceId, error: crate::hypervisor::CallError) -> ProviderError {
         if error.is(code::NO_DOMAIN) {
             return changed(id).with_source(error);
+        }
+        // QEMU's own words, which no locale changes; domain capabilities say KVM is there when only its device file is
+        if site.entry.virt_type == VirtType::Kvm && error.kind.to_string().to_ascii_lowercase().contains("kvm") {
+            return preflight::kvm_unavailable(&site.entry, &site.host).with_source(error);
         }
         let original = ProviderError::from(error);
         if matches!(original.reason(), Reason::StartFailed | Reason::LibvirtError | Reason::HostRejected)

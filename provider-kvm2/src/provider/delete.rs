@@ -34,6 +34,7 @@ impl Provider {
             self.tasks.spawn(work.in_current_span())
         });
         let mut all = Deleted { outcome: DeleteOutcome::AlreadyAbsent, removed: Vec::new(), create_cancelled: false };
+        let mut foreign = None;
         for done in join_all(works.collect::<Vec<_>>()).await {
             let done = done.unwrap_or_else(|e| {
                 Err(ProviderError::new(Reason::Internal, "deleting the instance failed on a defect of this daemon; its log has the place")
@@ -48,11 +49,15 @@ impl Provider {
                     all.removed.extend(done.removed);
                 }
                 // a key without a zone means the instance of that uid, wherever it is
-                Err(e) if !single && matches!(e.reason(), Reason::NotManaged | Reason::UidMismatch) => {}
+                Err(e) if !single && matches!(e.reason(), Reason::NotManaged | Reason::UidMismatch) => foreign = Some(e),
                 Err(e) => return Err(e),
             }
         }
-        Ok(all)
+        match foreign {
+            // only somebody else's was found: "already absent" would hide a mistyped uid
+            Some(e) if all.outcome == DeleteOutcome::AlreadyAbsent => Err(e),
+            _ => Ok(all),
+        }
     }
 
     async fn delete_at(&self, entry: &Arc<Entry>, target: &Target) -> Result<Deleted> {

@@ -59,16 +59,17 @@ impl Provider {
             return self.get_at(&entry, &target).await;
         }
         let answers = join_all(targets.iter().map(|target| self.get_at(&entry, target))).await;
-        let mut failure = None;
+        let (mut failure, mut foreign) = (None, None);
         for answer in answers {
             match answer {
                 Ok(instance) => return Ok(instance),
-                // elsewhere it may well be absent, or someone else's
-                Err(e) if matches!(e.reason(), Reason::InstanceNotFound | Reason::NotManaged | Reason::UidMismatch) => {}
+                Err(e) if e.reason() == Reason::InstanceNotFound => {}
+                Err(e) if matches!(e.reason(), Reason::NotManaged | Reason::UidMismatch) => foreign = Some(e),
                 Err(e) => failure = Some(e),
             }
         }
-        Err(failure.unwrap_or_else(|| not_found_anywhere(&entry, &selector)))
+        // what could not be asked may hold it; what was asked holds somebody else's at most
+        Err(failure.or(foreign).unwrap_or_else(|| not_found_anywhere(&entry, &selector)))
     }
 
     /// The places to look at: one, or every host of the entry for a key without a zone.

@@ -30,6 +30,17 @@ pub async fn require_bridge(hv: &dyn Hypervisor, host: &Host) -> Result<()> {
     Ok(())
 }
 
+pub fn kvm_unavailable(entry: &Entry, host: &Host) -> ProviderError {
+    ProviderError::new(
+        Reason::KvmUnavailable,
+        format!(
+            "host {} cannot run KVM guests of machine {}; check that /dev/kvm works there, or set virtType: qemu to run under emulation",
+            host.name, entry.machine
+        ),
+    )
+    .on_host(&host.name)
+}
+
 pub fn bridge_missing(host: &Host) -> ProviderError {
     ProviderError::new(
         Reason::BridgeMissing,
@@ -46,13 +57,7 @@ pub async fn capabilities(hv: &dyn Hypervisor, entry: &Entry, host: &Host) -> Re
         let unsupported = e.is(code::CONFIG_UNSUPPORTED) || e.is(code::INVALID_ARG);
         let error = match (unsupported, entry.virt_type) {
             (false, _) => return ProviderError::from(e),
-            (true, VirtType::Kvm) => ProviderError::new(
-                Reason::KvmUnavailable,
-                format!(
-                    "host {} cannot run KVM guests of machine {}; check that /dev/kvm works there, or set virtType: qemu to run under emulation",
-                    host.name, entry.machine
-                ),
-            ),
+            (true, VirtType::Kvm) => kvm_unavailable(entry, host),
             (true, VirtType::Qemu) => ProviderError::new(
                 Reason::MachineUnsupported,
                 format!("host {} cannot emulate machine {}; install qemu-system-x86 there or correct machine", host.name, entry.machine),

@@ -29,7 +29,7 @@ const MAX_WORD: usize = 63;
 const MAX_IMAGE: usize = 2048;
 const MAX_SPEC_HASH: usize = 128;
 const MAX_PAGE_TOKEN: usize = 1024;
-const MAX_INSTANCE_ID: usize = 255;
+const MAX_INSTANCE_ID: usize = 320;
 /// What a Create waits when its caller does not say.
 const DEFAULT_MAX_WAIT: Duration = Duration::from_secs(25);
 /// No caller waits longer; it also keeps sums of times far from overflowing.
