@@ -22,6 +22,7 @@ use super::qcow2::{Kind, Sniffed, sniff};
 use super::{Base, Wanted, space};
 use crate::config::{ImageFormat, Sha256Hex};
 use crate::error::{ProviderError, Reason, Result};
+use crate::hypervisor::classify::is_pool_job;
 use crate::hypervisor::{Connect, HostId, Hypervisor, PoolRef, UploadPart, VolumeRef, code};
 use crate::telemetry::metrics::Metrics;
 
@@ -136,8 +137,8 @@ impl Publish<'_> {
     async fn prepare(&self) -> Result<(Feed, Plan)> {
         let (feed, head) = self.open().await?;
         let format = self.wanted.image.format;
-        let virtual_size = self.virtual_size(&head, feed.body().content_type())?;
-        let (feed, length) = match feed.body().length() {
+        let virtual_size = self.virtual_size(&head, feed.content_type())?;
+        let (feed, length) = match feed.length() {
             Some(length) => (feed, length),
             None => self.measured(feed).await?,
         };
@@ -151,10 +152,11 @@ impl Publish<'_> {
 
     async fn open(&self) -> Result<(Feed, Vec<u8>)> {
         let entry = &self.wanted.entry;
-        Feed::open(self.source.open(&self.wanted.image, &entry.url_policy, entry.max_image_bytes).await?).await
+        let body = self.source.open(&self.wanted.image, &entry.url_policy, entry.max_image_bytes).await?;
+        Feed::open(body, self.key(), entry.max_image_bytes).await
     }
 
-    /// The length of an image that nobody announces: read once to be counted, then again to be stored.
+    /// The length of an image that nobody announces, as of any packed one: read once to be counted, then again to be stored.
     ///
     /// A volume must have room for all of it before the first byte (libvirtd dies of a write without
     /// room), and room for the largest allowed image would stay taken. A wrong digest shows here too.
@@ -185,7 +187,7 @@ impl Publish<'_> {
             (Sniffed::Qcow2(_), ImageFormat::Raw) => mismatch("a qcow2 image".to_owned(), "correct its format"),
             (Sniffed::Raw, ImageFormat::Qcow2) => mismatch("no image of a known kind".to_owned(), "correct its format or its URL"),
             (Sniffed::Other(kind @ (Kind::Gzip | Kind::Xz | Kind::Zstd | Kind::Bzip2 | Kind::Zip | Kind::Tar)), _) => {
-                mismatch(kind.to_string(), "name the URL of the unpacked image")
+                mismatch(kind.to_string(), "name the URL of the image itself, plain or packed once with gzip, xz or zstd")
             }
             (Sniffed::Other(kind @ (Kind::Html | Kind::Xml | Kind::Empty | Kind::CutQcow2)), _) => {
                 mismatch(kind.to_string(), "correct its URL")
@@ -214,7 +216,7 @@ impl Publish<'_> {
         let info = space::fresh_info(link, &pool).await?;
         let entry = &self.wanted.entry;
         space::check(&self.host.host, &pool.name, &info, entry.pool_reserve, plan.length.saturating_add(SIDE_BYTES))?;
-        let etag = feed.body().etag().map(str::to_owned);
+        let etag = feed.etag().map(str::to_owned);
         let name = self.name();
         let volume = match link.create_volume(&pool, &volume_xml(&name, plan.length)).await {
             Ok(volume) => volume,
@@ -398,7 +400,7 @@ async fn refresh(link: &dyn Hypervisor, pool: &PoolRef) -> Result<bool> {
     for attempt in 0..REFRESH_TRIES {
         match link.refresh_pool(pool).await {
             Ok(()) => return Ok(true),
-            Err(e) if e.is(code::INTERNAL_ERROR) || e.is(code::OPERATION_INVALID) => {
+            Err(e) if is_pool_job(&e) => {
                 tokio::time::sleep(REFRESH_PAUSE * 2u32.pow(attempt)).await;
             }
             Err(e) => return Err(e.into()),

@@ -5,16 +5,16 @@
 
 use crate::config::PoolReserve;
 use crate::error::{ProviderError, Reason, Result};
-use crate::hypervisor::{Hypervisor, PoolInfo, PoolRef, code};
+use crate::hypervisor::classify::is_pool_job;
+use crate::hypervisor::{Hypervisor, PoolInfo, PoolRef};
 
 /// The pool's numbers after a refresh: without one libvirt does not see what other
 /// programs have written.
 pub async fn fresh_info(hv: &dyn Hypervisor, pool: &PoolRef) -> Result<PoolInfo> {
     match hv.refresh_pool(pool).await {
         Ok(()) => {}
-        // libvirt refuses a refresh while volumes are being built; the numbers are then a little old, no more.
-        // A pool that is not active is refused likewise and shows in its state below.
-        Err(e) if e.is(code::OPERATION_INVALID) || e.is(code::INTERNAL_ERROR) => {
+        // libvirt refuses a refresh while volumes are being built; the numbers are then a little old, no more
+        Err(e) if is_pool_job(&e) => {
             tracing::debug!(host = hv.host(), pool = %pool.name, error = %ProviderError::from(e).chain(), "pool not refreshed");
         }
         Err(e) => return Err(e.into()),
@@ -57,8 +57,8 @@ pub fn human(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hypervisor::CallFailure;
     use crate::hypervisor::memory::MemoryHost;
+    use crate::hypervisor::{CallFailure, code};
 
     const GIB: u64 = 1 << 30;
 

@@ -3,6 +3,7 @@ use crate::hypervisor::memory::{MemoryConnect, MemoryHost};
 use crate::hypervisor::{CallFailure, UploadPart};
 use crate::image::http::testing::{QUICK, Reply, Server, file};
 use crate::image::tests::{entry, host};
+use crate::image::unpack::Packing;
 use futures::FutureExt;
 use rstest::rstest;
 use sha2::{Digest, Sha256};
@@ -494,4 +495,85 @@ async fn failing_again_and_again_leaks_no_task_or_stream() {
     assert_eq!((lab.volumes().len(), lab.host.open_streams(), lab.host.crashes()), (0, 0, 0));
     cache.shutdown().await;
     assert_eq!(cache.tasks.len(), 0);
+}
+
+fn packed(how: Packing, content: &[u8]) -> Vec<u8> {
+    use std::io::Write;
+    match how {
+        Packing::Gzip => {
+            let mut out = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+            out.write_all(content).unwrap();
+            out.finish().unwrap()
+        }
+        Packing::Xz => {
+            let mut out = liblzma::write::XzEncoder::new(Vec::new(), 1);
+            out.write_all(content).unwrap();
+            out.finish().unwrap()
+        }
+        Packing::Zstd => zstd::encode_all(content, 1).unwrap(),
+    }
+}
+
+#[rstest]
+#[case(Packing::Gzip)]
+#[case(Packing::Xz)]
+#[case(Packing::Zstd)]
+#[tokio::test]
+async fn a_packed_image_is_stored_unpacked_under_the_digest_of_the_file(#[case] how: Packing) {
+    let content = qcow2(1_000_000);
+    let file_content = packed(how, &content);
+    let lab = Lab::with(file_content.clone()).await;
+    let (cache, mut wanted) = (lab.cache(), lab.wanted());
+    wanted.image.sha256 = Some(digest(&file_content));
+    let base = cache.pull(wanted.clone()).wait().await.unwrap();
+    assert_eq!(lab.host.volume_content("default", &base.volume), Some(content.clone()));
+    assert_eq!((base.virtual_size, &base.digest), (3 * GIB, &digest(&file_content)));
+    let origin = lab.host.volume_content("default", &format!("{}.origin", base.volume)).unwrap();
+    assert_eq!(Origin::parse(&origin).unwrap().stored_sha256, digest(&content).to_string());
+    assert_eq!(base_of(lab.find(&lab.cache(), &wanted).await), Some(base));
+    wanted.image.sha256 = Some(digest(&content));
+    assert_eq!(reason(cache.pull(wanted).wait().await), Reason::DigestMismatch, "the digest is that of the file");
+}
+
+#[rstest]
+#[case(Packing::Gzip)]
+#[case(Packing::Xz)]
+#[case(Packing::Zstd)]
+#[tokio::test]
+async fn a_packed_image_that_is_broken_has_the_right_cause_and_leaves_nothing(#[case] how: Packing) {
+    let whole = packed(how, &qcow2(1_000_000));
+    let half = whole.len() / 2;
+    let lab = Lab::scripted([Reply::whole(200, &[], &whole).cut(half)]).await;
+    assert_eq!(reason(lab.cache().pull(lab.wanted()).wait().await), Reason::ImageSourceBroken, "the server broke off");
+    let lab = Lab::scripted([Reply::whole(200, &[], &whole[..half])]).await;
+    assert_eq!(reason(lab.cache().pull(lab.wanted()).wait().await), Reason::ImageFormatMismatch, "the file itself is cut");
+    let mut bent = whole;
+    bent[half..half + 64].fill(0);
+    let lab = Lab::scripted([Reply::whole(200, &[], &bent)]).await;
+    let result = lab.cache().pull(lab.wanted()).wait().await;
+    assert_eq!(reason(result), Reason::ImageFormatMismatch);
+    assert_eq!(lab.volumes().len(), 0);
+}
+
+#[rstest]
+#[case(Packing::Gzip)]
+#[case(Packing::Xz)]
+#[case(Packing::Zstd)]
+#[tokio::test]
+async fn a_small_file_that_unpacks_to_too_much_is_refused(#[case] how: Packing) {
+    let bomb = packed(how, &vec![0; (64 << 20) + 1]);
+    assert!(bomb.len() < 1 << 20);
+    let lab = Lab::with(bomb).await;
+    let mut wanted = lab.wanted();
+    wanted.image.format = ImageFormat::Raw;
+    assert_eq!(reason(lab.cache().pull(wanted).wait().await), Reason::ImageTooLarge);
+    assert_eq!(lab.volumes().len(), 0);
+}
+
+#[tokio::test]
+async fn an_image_that_is_packed_twice_is_refused() {
+    let lab = Lab::with(packed(Packing::Gzip, &packed(Packing::Zstd, &qcow2(1000)))).await;
+    let e = lab.cache().pull(lab.wanted()).wait().await.unwrap_err();
+    assert!(e.message().contains("zstd-compressed"), "{e}");
+    assert_eq!(e.reason(), Reason::ImageFormatMismatch);
 }

@@ -6,7 +6,6 @@
 //! time is not asked a second time.
 
 use std::error::Error as StdError;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,6 +14,7 @@ use reqwest::header::{self, HeaderMap, HeaderName};
 use reqwest::{Response, StatusCode};
 
 use super::Timing;
+use crate::config::url_policy::UrlRefusal;
 use crate::config::{ImageUrl, UrlPolicy};
 use crate::error::{ProviderError, Reason, Result, bounded_to};
 use crate::image::{ImageRef, UrlTrust};
@@ -257,6 +257,8 @@ struct PolicyResolver(UrlPolicy);
 #[error("none of the addresses of {host} is allowed")]
 struct NoAllowedAddress {
     host: String,
+    #[source]
+    first: Option<UrlRefusal>,
 }
 
 impl Resolve for PolicyResolver {
@@ -264,10 +266,15 @@ impl Resolve for PolicyResolver {
         let policy = self.0.clone();
         Box::pin(async move {
             let host = name.as_str().to_owned();
-            let found: Vec<SocketAddr> = tokio::net::lookup_host((host.as_str(), 0)).await?.collect();
-            let allowed: Vec<SocketAddr> = found.into_iter().filter(|a| policy.check_addr(&host, a.ip()).is_ok()).collect();
+            let (mut allowed, mut first) = (Vec::new(), None);
+            for address in tokio::net::lookup_host((host.as_str(), 0)).await? {
+                match policy.check_addr(&host, address.ip()) {
+                    Ok(()) => allowed.push(address),
+                    Err(refusal) => first = first.or(Some(refusal)),
+                }
+            }
             if allowed.is_empty() {
-                return Err(NoAllowedAddress { host }.into());
+                return Err(NoAllowedAddress { host, first }.into());
             }
             Ok(Box::new(allowed.into_iter()) as Addrs)
         })
