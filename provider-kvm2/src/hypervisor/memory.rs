@@ -24,6 +24,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use self::xml::Document;
+use super::classify::with_errno;
 use super::{
     CallError, CallFailure, CallResult, Connect, DomainRef, HostId, Hypervisor, NodeInfo, PoolInfo, PoolRef, UploadPart, VolumeInfo,
     VolumeRef, code,
@@ -499,7 +500,7 @@ impl State {
             return Err(refused(
                 code::SYSTEM_ERROR,
                 FROM_STORAGE,
-                format!("cannot allocate {allocation} bytes in file: No space left on device"),
+                with_errno(format!("cannot allocate {allocation} bytes in file: No space left on device"), libc::ENOSPC),
             ));
         }
         pool.info.available -= allocation;

@@ -22,7 +22,7 @@ pub(crate) fn entry() -> Arc<Entry> {
         cpu_mode: "maximum".into(),
         machine: "q35".into(),
         pool_reserve: PoolReserve::FivePercent,
-        max_image_bytes: 64 << 20,
+        max_image_bytes: 4 << 20,
         url_policy: UrlPolicy::default(),
         digests: DigestPolicy::Optional,
         budgets: Budgets::default(),
