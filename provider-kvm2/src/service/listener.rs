@@ -127,9 +127,10 @@ impl Listener {
         }
     }
 
-    /// The connections, each cut once `closed` is cancelled. The socket file is removed with the stream,
-    /// which is when no more connections are taken.
-    pub(super) fn incoming(self, closed: CancellationToken) -> impl Stream<Item = io::Result<Conn>> {
+    /// The connections, each cut once `closed` is cancelled. Once `no_more` is cancelled none is taken, the
+    /// listener is closed and its socket file removed, but the stream does not end: its end would make
+    /// tonic send every open connection away, and with it callers that are owed an answer.
+    pub(super) fn incoming(self, no_more: CancellationToken, closed: CancellationToken) -> impl Stream<Item = io::Result<Conn>> {
         let made = self.made;
         let streams: BoxStream<'static, io::Result<Box<dyn Io>>> = match self.kind {
             Kind::Unix(listener) => UnixListenerStream::new(listener).map(|c| c.map(|c| Box::new(c) as Box<dyn Io>)).boxed(),
@@ -143,10 +144,11 @@ impl Listener {
                 })
                 .boxed(),
         };
-        streams.map(move |io| {
+        let taken = streams.map(move |io| {
             let _kept = &made;
             io.map(|io| Conn { io, closed: Box::pin(closed.clone().cancelled_owned()) })
-        })
+        });
+        taken.take_until(no_more.cancelled_owned()).chain(futures::stream::pending())
     }
 }
 

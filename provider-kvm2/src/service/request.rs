@@ -13,13 +13,12 @@ use secrecy::SecretSlice;
 use super::deadline::Deadline;
 use super::status::{Fault, Violation};
 use crate::config::{Config, Entry};
+use crate::domain::names;
 use crate::error::{ProviderError, Reason};
 use crate::provider::{Completeness, CreateRequest, DeleteRequest, Key, ListRequest, Placement, Selector, UnknownHost};
 
-/// Longest name of an instance: with `-seed.iso` it still is a file name.
-pub const MAX_NAME: usize = 240;
-/// Begins the names of base images, which no instance may have.
-const RESERVED_PREFIX: &str = "base-";
+/// Longest name of an instance.
+pub const MAX_NAME: usize = names::MAX_NAME_LEN;
 /// Largest user-data. Far above what people write, far below what a seed image may hold.
 pub const MAX_USER_DATA: usize = 1 << 20;
 /// Most instances in one page.
@@ -120,8 +119,8 @@ impl Rules {
             self.broken(field, Reason::NameInvalid, format!("has more than {MAX_NAME} bytes"));
         } else if !value.chars().all(|c| edge(c) || matches!(c, '-' | '.')) || !value.starts_with(edge) || !value.ends_with(edge) {
             self.broken(field, Reason::NameInvalid, "has to be lower-case letters, digits, - and ., with a letter or digit first and last");
-        } else if value.starts_with(RESERVED_PREFIX) {
-            self.broken(field, Reason::NameInvalid, format!("begins with {RESERVED_PREFIX}, which is kept for images"));
+        } else if value.starts_with(names::BASE_PREFIX) {
+            self.broken(field, Reason::NameInvalid, format!("begins with {}, which is kept for images", names::BASE_PREFIX));
         }
     }
 

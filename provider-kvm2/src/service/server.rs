@@ -1,8 +1,8 @@
 //! The server: everything that is served on one listener, and how it stops.
 //!
 //! ```text
-//! serving ──stop──▶ draining: health says NOT_SERVING, new calls are refused, no connection is taken
-//!         ──no call in flight, or the drain time is up──▶ closed: every connection is cut
+//! serving ──stop──▶ draining: health says NOT_SERVING, no connection is taken, new calls are told to come back
+//!         ──no call in flight, or the drain time is up──▶ closing: connections are sent away, then cut
 //! ```
 
 use std::future::Future;
@@ -26,7 +26,7 @@ use crate::telemetry::metrics::Metrics;
 const MAX_REQUEST: usize = 4 << 20;
 /// Streams of one connection; callers have one connection and tens of calls.
 const MAX_STREAMS: u32 = 256;
-/// How long connections may take to close once no call is in flight: only watches of the health are left.
+/// How long connections may take to close by themselves once they are sent away.
 const CLOSING: Duration = Duration::from_millis(300);
 
 #[derive(Debug, Clone)]
@@ -129,10 +129,9 @@ impl ContractServer {
             .add_service(ProviderServiceServer::new(service.clone()).max_decoding_message_size(MAX_REQUEST))
             .add_service(ImageServiceServer::new(service).max_decoding_message_size(MAX_REQUEST));
 
-        let no_more = CancellationToken::new();
-        let closed = CancellationToken::new();
-        let incoming = listener.incoming(closed.clone());
-        let serving = router.serve_with_incoming_shutdown(incoming, no_more.clone().cancelled_owned());
+        let (no_more, away, closed) = (CancellationToken::new(), CancellationToken::new(), CancellationToken::new());
+        let incoming = listener.incoming(no_more.clone(), closed.clone());
+        let serving = router.serve_with_incoming_shutdown(incoming, away.clone().cancelled_owned());
         tokio::pin!(serving);
         tokio::select! {
             ended = &mut serving => return ended.map_err(ServeError::Transport),
@@ -145,15 +144,16 @@ impl ContractServer {
         health.set_service_status("", tonic_health::ServingStatus::NotServing).await;
         flight.refuse_more();
         no_more.cancel();
-        let drained = async {
-            flight.idle().await;
-            tokio::time::sleep(CLOSING).await;
-        };
         tokio::select! {
             ended = &mut serving => return ended.map_err(ServeError::Transport),
-            () = drained => {}
+            () = flight.idle() => {}
             () = tokio::time::sleep(options.drain) => tracing::warn!("calls are in flight at the end of the drain; their work goes on with the next start"),
         }
+        away.cancel();
+        if let Ok(ended) = tokio::time::timeout(CLOSING, &mut serving).await {
+            return ended.map_err(ServeError::Transport);
+        }
+        // what is left are watches of the health, which never end, and calls that outlived the drain
         closed.cancel();
         // cut connections end at once; one that somehow does not is not waited for
         tokio::time::timeout(CLOSING, serving).await.unwrap_or(Ok(())).map_err(ServeError::Transport)
