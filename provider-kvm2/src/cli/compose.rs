@@ -8,8 +8,10 @@ use futures::future::BoxFuture;
 use tokio_util::sync::CancellationToken;
 
 use super::{Exit, Failure};
-use crate::config::Config;
-use crate::provider::Operations;
+use crate::config::{self, Config};
+use crate::image::ImageCache;
+use crate::link::HostTable;
+use crate::provider::{Operations, Provider};
 use crate::telemetry::metrics::Metrics;
 
 /// The parts of a daemon that `serve` runs.
@@ -21,16 +23,37 @@ pub(super) struct Composed {
     pub(super) shutdown: BoxFuture<'static, ()>,
 }
 
+/// The overrides of the environment. A variable that is no text cannot be one of ours.
+fn environment() -> Vec<(String, String)> {
+    std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?))).collect()
+}
+
 /// Reads the providers file. The second part are notes for a person.
 pub(super) fn load(file: &Path) -> Result<(Config, Vec<String>), Failure> {
-    Err(Failure::new(Exit::Other, format!("this build cannot read {}: the configuration is not part of it", file.display())))
+    config::load(file, environment()).map_err(|report| Failure::of(Exit::Permanent, &report))
 }
 
-pub(super) fn describe(config: &Config) -> String {
-    config.entries.iter().map(|e| format!("entry {}: {} hosts", e.name, e.hosts.len())).collect::<Vec<_>>().join("\n")
-}
-
-pub(super) fn compose(file: &Path, _metrics: Metrics, _replica: String, _stop: CancellationToken) -> Result<Composed, Failure> {
-    let (_config, _notes) = load(file)?;
-    Err(Failure::new(Exit::Other, "this build has no operations"))
+/// `replica` is who this daemon is in the marks of its instances; `stop` ends the background.
+pub(super) fn compose(file: &Path, metrics: Metrics, replica: String, stop: CancellationToken) -> Result<Composed, Failure> {
+    let (config, notes) = load(file)?;
+    for note in notes {
+        tracing::info!("{note}");
+    }
+    for entry in &config.entries {
+        for warning in &entry.warnings {
+            tracing::warn!(entry = entry.name, "{warning}");
+        }
+    }
+    let (handle, watching) = config::watch::watch(file.to_owned(), environment(), config, stop);
+    let table = HostTable::new(handle.clone(), metrics.clone());
+    let images = ImageCache::new(table.clone(), metrics);
+    let provider = Provider::new(handle, table.clone(), Arc::clone(&images), replica);
+    let operations: Arc<dyn Operations> = Arc::new(provider.clone());
+    let shutdown = async move {
+        // from the outside in: work first, then what it stands on
+        provider.shutdown().await;
+        images.shutdown().await;
+        table.shutdown().await;
+    };
+    Ok(Composed { operations, background: Box::pin(watching), shutdown: Box::pin(shutdown) })
 }

@@ -3,10 +3,11 @@
 use std::path::Path;
 
 use super::{Failure, compose};
+use crate::config;
 
 pub(super) fn run(file: &Path) -> Result<(), Failure> {
     let (config, notes) = compose::load(file)?;
-    println!("{}", compose::describe(&config));
+    println!("{}", config::describe(&config));
     for note in notes {
         println!("note: {note}");
     }
