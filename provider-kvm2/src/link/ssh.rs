@@ -137,7 +137,7 @@ fn auth_error(target: Target<'_>, methods: &[MethodKind], partial: bool) -> Prov
     } else {
         format!("sshd on host {} refuses the key for user {}; add its public half to authorized_keys there", target.name, target.user)
     };
-    let offered = methods.iter().map(|m| <&str>::from(m)).collect::<Vec<_>>().join(",");
+    let offered = methods.iter().map(<&str>::from).collect::<Vec<_>>().join(",");
     ProviderError::new(Reason::SshAuthRejected, message).on_host(target.name).with_meta("methods", offered)
 }
 
