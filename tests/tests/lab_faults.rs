@@ -1,0 +1,341 @@
+//! Hosts that are broken in one way each, and what the daemon says and does about it.
+
+use std::time::Duration;
+
+use egress_provider_proto::v1::{CheckReason, CreateRequest, ErrorReason as Reason, HostCheck, Placement};
+use lab_tests::case::{request, uid_of};
+use lab_tests::lab::Host;
+use lab_tests::{Case, Clients, Fault, FaultProxy, eventually, refused};
+use tokio::sync::{Mutex, MutexGuard};
+
+/// The host that these tests break; nobody else's tests use it.
+const BROKEN: &str = "hv3";
+const SOUND: &str = "hv2";
+/// Only ends a test that would hang.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Tests that break the host itself take turns.
+async fn alone() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::const_new(());
+    TURN.lock().await
+}
+
+fn id(vm: &str) -> String {
+    format!("hosts/{BROKEN}/domains/{vm}")
+}
+
+async fn row(clients: &Clients) -> HostCheck {
+    let check = clients.check().await.expect("check never fails for a host");
+    let row = check.hosts.into_iter().find(|h| h.host == BROKEN).expect("a row for the host");
+    assert_eq!(row.healthy, row.reason() == CheckReason::Reachable, "{row:?}");
+    assert!(row.healthy || !(row.message.is_empty() || row.remediation.is_empty()), "what to do: {row:?}");
+    row
+}
+
+/// Create and Check agree on a host that lacks something, and nothing is made.
+async fn lacks(case: &Case, daemon: &lab_tests::Daemon, reason: Reason, check: CheckReason) {
+    let clients = daemon.clients();
+    let vm = case.vm("a");
+    refused(clients.create(case.request(&vm, BROKEN)).await, reason);
+    let row = row(&clients).await;
+    assert_eq!((row.reason(), row.error_reason.as_str()), (check, reason.wire_name()), "{row:?}");
+    assert_eq!(case.left(BROKEN), Vec::<String>::new());
+    assert_eq!(case.bases(BROKEN), Vec::<String>::new(), "nothing was pulled for it");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sound_host_is_reachable_and_described() {
+    let Some(case) = Case::start("sound") else { return };
+    let _turn = alone().await;
+    let daemon = case.daemon(case.entry(&[BROKEN])).await;
+    let row = row(&daemon.clients()).await;
+    assert_eq!(row.reason(), CheckReason::Reachable, "{row:?}");
+    let details = row.details.expect("details");
+    assert_eq!((details.user.as_str(), details.pool.as_str(), details.pool_state.as_str()), ("kvm2lab", "default", "running"));
+    assert!(details.libvirt_version.contains('.') && details.pool_available_bytes.is_some_and(|n| n > 0), "{details:?}");
+    assert!(!details.hostname.is_empty() && details.memory_mib > 0 && details.cpu_count > 0, "{details:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_missing_bridge_is_found_by_check_and_by_create_before_anything_is_made() {
+    let Some(case) = Case::start("bridge") else { return };
+    let _turn = alone().await;
+    let daemon = case.daemon(case.entry(&[BROKEN]).host_set(BROKEN, "bridge", "br9")).await;
+    let clients = daemon.clients();
+    let vm = case.vm("a");
+    refused(clients.create(case.request(&vm, BROKEN)).await, Reason::BridgeMissing);
+    assert!(!case.host(BROKEN).domains().contains(&vm), "a Create that cannot succeed leaves nothing");
+    let row = row(&clients).await;
+    // where the account cannot look at interfaces, only a start can tell
+    assert!(matches!(row.reason(), CheckReason::BridgeMissing | CheckReason::Reachable), "{row:?}");
+    assert_eq!(case.left(BROKEN), Vec::<String>::new());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pool_that_does_not_exist_is_named_by_create_and_check() {
+    let Some(case) = Case::start("nopool") else { return };
+    let _turn = alone().await;
+    let daemon = case.daemon(case.entry(&[BROKEN]).host_set(BROKEN, "pool", "elsewhere")).await;
+    lacks(&case, &daemon, Reason::PoolNotFound, CheckReason::PoolNotFound).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pool_that_is_not_active_is_named_by_create_and_check() {
+    let Some(case) = Case::start("inactive") else { return };
+    let _turn = alone().await;
+    let daemon = case.daemon(case.entry(&[BROKEN]).host_set(BROKEN, "pool", "inactive")).await;
+    lacks(&case, &daemon, Reason::PoolNotActive, CheckReason::PoolNotActive).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pool_without_room_is_quota_with_numbers_and_check_shows_the_same() {
+    let Some(case) = Case::start("space") else { return };
+    let _turn = alone().await;
+    let daemon = case.daemon(case.entry(&[BROKEN]).host_set(BROKEN, "pool", "small")).await;
+    let clients = daemon.clients();
+    let refusal = refused(clients.create(case.request(&case.vm("a"), BROKEN)).await, Reason::PoolSpace);
+    let number =
+        |key: &str| refusal.metadata.get(key).and_then(|n| n.parse::<u64>().ok()).unwrap_or_else(|| panic!("{key} in {refusal:?}"));
+    assert!(number("needed_bytes") > number("available_bytes"));
+    let row = row(&clients).await;
+    assert_eq!(row.details.and_then(|d| d.pool_available_bytes), Some(number("available_bytes")));
+    assert!(!case.host(BROKEN).domains().contains(&case.vm("a")));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_without_kvm_is_found_by_check_and_by_create_before_anything_is_made() {
+    let Some(case) = Case::start("kvm") else { return };
+    let _turn = alone().await;
+    let daemon = case.daemon(case.entry(&[BROKEN]).set("virtType", "kvm")).await;
+    lacks(&case, &daemon, Reason::KvmUnavailable, CheckReason::KvmUnavailable).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_unknown_machine_is_found_by_check_and_by_create_before_anything_is_made() {
+    let Some(case) = Case::start("machine") else { return };
+    let _turn = alone().await;
+    let daemon = case.daemon(case.entry(&[BROKEN]).set("machine", "pdp11")).await;
+    lacks(&case, &daemon, Reason::MachineUnsupported, CheckReason::MachineUnsupported).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_key_that_is_unknown_changed_or_revoked_is_refused_with_its_own_reason() {
+    let Some(case) = Case::start("hostkey") else { return };
+    let _turn = alone().await;
+    let broken = case.host(BROKEN);
+    let at = format!("[{}]:{} ", broken.address, broken.port);
+    let known = std::fs::read_to_string(&case.lab.known_hosts).expect("known_hosts");
+    let lines = |prefix: &str| known.lines().filter(|l| l.starts_with(prefix)).map(str::to_owned).collect::<Vec<_>>();
+    let other = case.host(SOUND);
+    let keys_of_other =
+        lines(&format!("[{}]:{} ", other.address, other.port)).into_iter().filter_map(|l| Some(format!("{at}{}", l.split_once(' ')?.1)));
+    let revoked = lines(&at).into_iter().flat_map(|line| [line.clone(), format!("@revoked {line}")]);
+    let cases = [
+        ("unknown", Vec::new(), Reason::HostKeyUnknown),
+        ("changed", keys_of_other.collect(), Reason::HostKeyChanged),
+        ("revoked", revoked.collect(), Reason::HostKeyRevoked),
+    ];
+    for (dir, lines, reason) in cases {
+        let daemon = case.daemon_in(dir, case.entry(&[BROKEN]).known_hosts(lines)).await;
+        refused(daemon.clients().get(&id("x"), "").await, reason);
+        let row = row(&daemon.clients()).await;
+        assert_eq!((row.reason(), row.error_reason.as_str()), (CheckReason::Unauthorized, reason.wire_name()), "{row:?}");
+    }
+    // one type of key is enough, whichever it is (L3)
+    for kind in ["ssh-rsa", "ssh-ed25519"] {
+        let only: Vec<_> = lines(&at).into_iter().filter(|l| l.contains(kind)).collect();
+        assert!(!only.is_empty(), "the lab has an {kind} key");
+        let daemon = case.daemon_in(kind, case.entry(&[BROKEN]).known_hosts(only)).await;
+        assert_eq!(row(&daemon.clients()).await.reason(), CheckReason::Reachable);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_that_the_host_refuses_is_permanent_and_a_rotated_one_works_without_a_restart() {
+    let Some(case) = Case::start("key") else { return };
+    let _turn = alone().await;
+    let key = lab_tests::tools::ssh_key(case.dir(), "key");
+    let daemon = case.daemon(case.entry(&[BROKEN]).set("sshKeyFile", key.to_string_lossy().as_ref())).await;
+    let clients = daemon.clients();
+    refused(clients.create(case.request(&case.vm("a"), BROKEN)).await, Reason::SshAuthRejected);
+    assert_eq!(row(&clients).await.reason(), CheckReason::Unauthorized);
+    std::fs::copy(&case.lab.id_ed25519, &key).expect("replacing the key");
+    clients.create(case.request(&case.vm("a"), BROKEN)).await.expect("the new key is used");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_socket_that_is_missing_or_forbidden_says_so() {
+    let Some(case) = Case::start("socket") else { return };
+    let _turn = alone().await;
+    let broken = case.host(BROKEN);
+    let exec = broken.exec_user.clone();
+    let cases = [
+        // with a shell the reason can be told, without one it cannot
+        ("missing", exec.as_str(), "/run/libvirt/none", vec![Reason::SocketMissing]),
+        ("denied", broken.denied_user.as_str(), broken.socket.as_str(), vec![Reason::SocketDenied]),
+        ("unsure", broken.user.as_str(), "/run/libvirt/none", vec![Reason::SocketUnavailable]),
+    ];
+    for (dir, user, socket, reasons) in cases {
+        let entry = case.entry(&[BROKEN]).host_set(BROKEN, "user", user).host_set(BROKEN, "socket", socket);
+        let daemon = case.daemon_in(dir, entry).await;
+        let status = daemon.clients().get(&id("x"), "").await.expect_err(dir);
+        let refusal = lab_tests::Refusal::of(&status);
+        assert!(reasons.contains(&refusal.reason), "{dir}: {refusal:?}");
+        assert_eq!(row(&daemon.clients()).await.reason(), CheckReason::Forbidden, "{dir}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restarted_libvirtd_costs_at_most_one_call() {
+    let Some(case) = Case::start("restart") else { return };
+    let _turn = alone().await;
+    let daemon = case.daemon(case.entry(&[BROKEN])).await;
+    let clients = daemon.clients();
+    let vm = case.vm("a");
+    clients.create(case.request(&vm, BROKEN)).await.expect("created");
+    for round in 0..3 {
+        case.host(BROKEN).act(&["restart-libvirtd"]);
+        // the link may have been found dead only by this call
+        if let Err(status) = clients.get(&id(&vm), &uid_of(&vm)).await {
+            let refusal = lab_tests::Refusal::of(&status);
+            assert!(matches!(refusal.reason, Reason::LinkLost | Reason::LibvirtRestarting), "round {round}: {refusal:?}");
+            clients.get(&id(&vm), &uid_of(&vm)).await.unwrap_or_else(|e| panic!("round {round}: the second call: {e:?}"));
+        }
+    }
+    clients.delete(&id(&vm), &uid_of(&vm)).await.expect("deleted");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_that_is_cut_off_and_comes_back_is_used_again() {
+    let Some(case) = Case::start("cut") else { return };
+    let _turn = alone().await;
+    let broken = case.host(BROKEN);
+    let proxy = FaultProxy::to(format!("{}:{}", broken.address, broken.port)).await;
+    let daemon = case.daemon(case.entry(&[BROKEN]).via(BROKEN, proxy.addr())).await;
+    let clients = daemon.clients();
+    let vm = case.vm("a");
+    clients.create(case.request(&vm, BROKEN)).await.expect("created");
+    for fault in [Fault::Refuse, Fault::Reset] {
+        proxy.set(fault);
+        // a dead link is lost at the first call and unreachable from then on
+        eventually("the host is unreachable", LIMIT, || async {
+            let status = clients.get(&id(&vm), &uid_of(&vm)).await.expect_err("unreachable");
+            let refusal = lab_tests::Refusal::of(&status);
+            match refusal.reason {
+                Reason::HostUnreachable | Reason::SshThrottled => Ok(()),
+                Reason::LinkLost => Err("lost".into()),
+                other => panic!("{fault:?}: {other:?}: {refusal:?}"),
+            }
+        })
+        .await;
+        proxy.set(Fault::Pass);
+        eventually("the host is back", LIMIT, || async { clients.get(&id(&vm), &uid_of(&vm)).await.map_err(|e| e.to_string()) }).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_that_falls_silent_in_an_upload_releases_its_callers_and_delays_no_other_host() {
+    let Some(case) = Case::start("silent") else { return };
+    let _turn = alone().await;
+    let broken = case.host(BROKEN);
+    let proxy = FaultProxy::to(format!("{}:{}", broken.address, broken.port)).await;
+    let image = lab_tests::scratch::ScratchImage::filled(case.dir(), "i.qcow2", 64, 1);
+    let server = lab_tests::ImageServer::start().await;
+    server.serve("i.qcow2", image.bytes(), [lab_tests::Answer::GateAt(32 << 20)]);
+    let entry = case
+        .entry(&[BROKEN, SOUND])
+        .via(BROKEN, proxy.addr())
+        .image("i", serde_json::json!({ "url": server.url("i.qcow2"), "sha256": image.sha256, "firmware": "bios" }));
+    let daemon = case.daemon(entry).await;
+    let clients = daemon.clients();
+    let (here, there) = (case.vm("here"), case.vm("there"));
+    clients.create(case.request(&here, BROKEN)).await.expect("created");
+    clients.create(case.request(&there, SOUND)).await.expect("created");
+    let uploading = tokio::spawn({
+        let (clients, request) = (clients.clone(), request(&case.vm("up"), BROKEN, "i"));
+        async move { clients.create(request).await }
+    });
+    let before = proxy.counts().to_server;
+    eventually("the upload is on its way", LIMIT, || async {
+        let sent = proxy.counts().to_server - before;
+        if sent > 16 << 20 { Ok(()) } else { Err(format!("{sent} bytes")) }
+    })
+    .await;
+    proxy.set(Fault::Stall);
+    server.open_gate();
+    let waiting: Vec<_> = (0..8)
+        .map(|_| {
+            let (clients, here) = (clients.clone(), here.clone());
+            tokio::spawn(async move { clients.get(&id(&here), &uid_of(&here)).await })
+        })
+        .collect();
+    // the other host answers while all of these wait
+    for _ in 0..10 {
+        clients.get(&format!("hosts/{SOUND}/domains/{there}"), &uid_of(&there)).await.expect("the sound host");
+    }
+    assert!(waiting.iter().all(|w| !w.is_finished()), "the sound host had to wait for the silent one");
+    // keepalive and call budget bound the wait; the bound of this test is far above both
+    let released = async {
+        for call in waiting {
+            let status = call.await.expect("the caller's task").expect_err("a silent host gives no answer");
+            assert!(lab_tests::Refusal::of(&status).reason.class() == egress_provider_proto::v1::ErrorClass::Transient, "{status:?}");
+        }
+        let status = uploading.await.expect("the caller's task").expect_err("a silent host takes no upload");
+        assert!(lab_tests::Refusal::of(&status).reason.class() == egress_provider_proto::v1::ErrorClass::Transient, "{status:?}");
+    };
+    tokio::time::timeout(Duration::from_secs(100), released).await.expect("every caller comes back");
+    proxy.set(Fault::Pass);
+    eventually("the host is used again", LIMIT, || async { clients.get(&id(&here), &uid_of(&here)).await.map_err(|e| e.to_string()) })
+        .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_that_reads_nothing_of_an_unfinished_instance_is_listed_as_a_gap() {
+    let Some(case) = Case::start("gap") else { return };
+    let _turn = alone().await;
+    let broken = case.host(BROKEN);
+    let proxy = FaultProxy::to(format!("{}:{}", broken.address, broken.port)).await;
+    let daemon = case.daemon(case.entry(&[SOUND, BROKEN]).via(BROKEN, proxy.addr())).await;
+    let clients = daemon.clients();
+    let vm = case.vm("a");
+    clients.create(case.request(&vm, SOUND)).await.expect("created");
+    proxy.set(Fault::Refuse);
+    let list = clients.list().await.expect("what can be listed");
+    assert!(!list.complete, "{list:?}");
+    assert_eq!(list.unreachable_hosts.iter().map(|h| h.host.as_str()).collect::<Vec<_>>(), [BROKEN]);
+    assert!(list.instances.iter().any(|i| i.name == vm), "{list:?}");
+    refused(clients.list_complete().await, Reason::ListingIncomplete);
+    proxy.set(Fault::Pass);
+    assert!(clients.list_complete().await.expect("complete again").complete);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn checks_and_failures_leave_no_thread_descriptor_or_session() {
+    let Some(case) = Case::start("leak") else { return };
+    let _turn = alone().await;
+    let broken: &Host = case.host(BROKEN);
+    let daemon = case.daemon(case.entry(&[BROKEN])).await;
+    let clients = daemon.clients();
+    let failing = || CreateRequest {
+        placement: Some(Placement { zone: BROKEN.into(), machine_type: "nano".into(), image: "gone".into(), ..Default::default() }),
+        ..case.request(&case.vm("a"), BROKEN)
+    };
+    let round = async |n: usize| {
+        for _ in 0..n {
+            row(&clients).await;
+            clients.create(failing()).await.expect_err("no such image");
+            refused(clients.get(&id("absent"), "").await, Reason::InstanceNotFound);
+        }
+    };
+    // the first rounds fill pools and caches
+    round(5).await;
+    let usage = || lab_tests::counters::Usage::of(daemon.pid());
+    let before = (usage(), lab_tests::counters::ssh_sessions(broken).len());
+    round(20).await;
+    eventually("what grew is given back", LIMIT, || async {
+        let after = (usage(), lab_tests::counters::ssh_sessions(broken).len());
+        let grown = after.0.threads > before.0.threads + 2 || after.0.descriptors > before.0.descriptors || after.1 > before.1;
+        if grown { Err(format!("{before:?} became {after:?}")) } else { Ok(()) }
+    })
+    .await;
+}
