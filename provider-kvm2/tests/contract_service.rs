@@ -1,8 +1,8 @@
 //! The real server over a real socket, with scripted operations behind it.
 
 mod contract_service {
-    pub mod collector;
-    pub mod double;
+    pub(crate) mod collector;
+    pub(crate) mod double;
 }
 
 use std::os::unix::fs::PermissionsExt as _;

@@ -35,7 +35,7 @@ pub(crate) struct Feed {
 
 #[derive(Debug)]
 enum Origin {
-    Plain(Body),
+    Plain(Box<Body>),
     Unpacked(Unpacked),
 }
 
@@ -54,7 +54,8 @@ impl Feed {
     pub(crate) async fn open(body: Body, name: &str, limit: u64) -> Result<(Self, Vec<u8>)> {
         let (etag, content_type, length) = (body.etag().map(str::to_owned), body.content_type().to_owned(), body.length());
         let stored = Hashing::start();
-        let mut feed = Self { origin: Origin::Plain(body), head: VecDeque::new(), ended: false, stored, length, etag, content_type };
+        let mut feed =
+            Self { origin: Origin::Plain(Box::new(body)), head: VecDeque::new(), ended: false, stored, length, etag, content_type };
         let mut copy = feed.fill().await?;
         if let Sniffed::Other(kind) = sniff(&copy)
             && let Some(packing) = Packing::of(kind)
@@ -63,7 +64,7 @@ impl Feed {
             // how much it unpacks to is known only afterwards
             feed.length = None;
             feed.ended = false;
-            feed.origin = Origin::Unpacked(Unpacked::start(packing, name, std::mem::take(&mut feed.head), body, limit)?);
+            feed.origin = Origin::Unpacked(Unpacked::start(packing, name, std::mem::take(&mut feed.head), *body, limit)?);
             copy = feed.fill().await?;
         }
         Ok((feed, copy))

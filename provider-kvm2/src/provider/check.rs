@@ -14,7 +14,7 @@ use crate::hypervisor::{HostId, Hypervisor, PoolInfo};
 /// Hosts asked at a time: a round over many hosts must not open all their sessions at once.
 const FAN_OUT: usize = 16;
 /// What an unset timeout means.
-pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Provider {
     pub(super) async fn check_hosts(&self, entry: &str, timeout: Duration) -> Result<Vec<HostCheck>> {

@@ -67,7 +67,7 @@ impl Order {
 enum Prior {
     None,
     /// Complete and running, or about to: nothing to make.
-    Finished(Instance),
+    Finished(Box<Instance>),
     /// Unfinished and not running: to be made again under the same identity.
     Unfinished(Box<Mark>, DomainRef),
     /// Complete and shut off.
@@ -149,7 +149,7 @@ impl Provider {
         };
         cancelled(job)?;
         let prior = match prior {
-            Prior::Finished(instance) => return Ok(Created { instance, outcome: CreateOutcome::Existing }),
+            Prior::Finished(instance) => return Ok(Created { instance: *instance, outcome: CreateOutcome::Existing }),
             Prior::Stopped(mark, domain) => return self.restart(job, order, site, &mark, &domain).await,
             Prior::Unfinished(mark, domain) => Some((mark, domain)),
             Prior::None => None,
@@ -253,7 +253,7 @@ impl Provider {
                 // started, and then the daemon died before it could say so
                 let ready = Mark { phase: Phase::Ready, ..mark };
                 self.write_mark(site, &domain, &ready).await?;
-                Ok(Prior::Finished(self.as_it_is(order, site, &domain).await?))
+                Ok(Prior::Finished(Box::new(self.as_it_is(order, site, &domain).await?)))
             }
             (Phase::Creating, _) => {
                 if mark.owner != self.replica && mark.is_fresh(jiff::Timestamp::now(), OTHERS_PATIENCE) {
@@ -262,7 +262,7 @@ impl Provider {
                 Ok(Prior::Unfinished(Box::new(mark), domain))
             }
             (Phase::Ready, State::Stopped) => Ok(Prior::Stopped(Box::new(mark), domain)),
-            (Phase::Ready, _) => Ok(Prior::Finished(self.as_it_is(order, site, &domain).await?)),
+            (Phase::Ready, _) => Ok(Prior::Finished(Box::new(self.as_it_is(order, site, &domain).await?))),
         }
     }
 
@@ -502,7 +502,7 @@ async fn wait(job: &Job, max_wait: Duration, id: &InstanceId) -> Result<Created>
         {
             let now = progress.borrow_and_update();
             match &*now {
-                Progress::Done(result) => return result.clone(),
+                Progress::Done(result) => return (**result).clone(),
                 Progress::At(step) if expired => return Err(still_at(step, id)),
                 Progress::At(_) => {}
             }

@@ -23,12 +23,12 @@ pub(super) struct Target {
 }
 
 impl Expected {
-    pub fn of(key: &Key) -> Self {
+    pub(super) fn of(key: &Key) -> Self {
         Self { uid: key.uid.clone(), installation_id: key.installation_id.clone() }
     }
 
     /// Refuses an instance that is somebody else's.
-    pub fn check(&self, mark: &Mark, id: &InstanceId) -> Result<()> {
+    pub(super) fn check(&self, mark: &Mark, id: &InstanceId) -> Result<()> {
         if !mark::same(&self.uid, &mark.uid) {
             return Err(ProviderError::new(
                 Reason::UidMismatch,

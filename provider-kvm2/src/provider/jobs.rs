@@ -17,21 +17,21 @@ use crate::image::cache::Pull;
 
 /// What identifies the job among all of the daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct JobKey {
+pub(super) struct JobKey {
     pub entry: String,
     pub name: VmName,
 }
 
 /// What a caller must agree on to join.
 #[derive(Debug, Clone)]
-pub struct Terms {
+pub(super) struct Terms {
     pub key: Key,
     pub spec_hash: String,
     pub host: HostId,
 }
 
 #[derive(Debug, Clone)]
-pub enum Step {
+pub(super) enum Step {
     Queued,
     Connecting,
     Inspecting,
@@ -43,7 +43,7 @@ pub enum Step {
 }
 
 impl Step {
-    pub fn label(&self) -> &'static str {
+    pub(super) fn label(&self) -> &'static str {
         match self {
             Self::Queued => "queued",
             Self::Connecting => "connecting",
@@ -57,33 +57,33 @@ impl Step {
 }
 
 #[derive(Debug, Clone)]
-pub enum Progress {
+pub(super) enum Progress {
     At(Step),
-    Done(Result<Created>),
+    Done(Box<Result<Created>>),
 }
 
 #[derive(Debug)]
-pub struct Job {
+pub(super) struct Job {
     pub terms: Terms,
     pub cancel: CancellationToken,
     progress: watch::Sender<Progress>,
 }
 
 impl Job {
-    pub fn step(&self, step: Step) {
+    pub(super) fn step(&self, step: Step) {
         tracing::debug!(step = step.label(), "create step");
         self.progress.send_replace(Progress::At(step));
     }
 
-    pub fn watch(&self) -> watch::Receiver<Progress> {
+    pub(super) fn watch(&self) -> watch::Receiver<Progress> {
         self.progress.subscribe()
     }
 }
 
 #[derive(Debug, Clone, Default)]
-pub struct Jobs(Arc<Mutex<HashMap<JobKey, Arc<Job>>>>);
+pub(super) struct Jobs(Arc<Mutex<HashMap<JobKey, Arc<Job>>>>);
 
-pub enum Entered {
+pub(super) enum Entered {
     /// A running job; whether its terms fit is the caller's to judge.
     Running(Arc<Job>),
     /// A new job, to be run and then finished.
@@ -91,7 +91,7 @@ pub enum Entered {
 }
 
 impl Jobs {
-    pub fn enter(&self, key: &JobKey, terms: Terms, stop: &CancellationToken) -> Entered {
+    pub(super) fn enter(&self, key: &JobKey, terms: Terms, stop: &CancellationToken) -> Entered {
         let mut jobs = self.lock();
         if let Some(job) = jobs.get(key) {
             return Entered::Running(job.clone());
@@ -101,17 +101,17 @@ impl Jobs {
         Entered::New(job)
     }
 
-    pub fn get(&self, key: &JobKey) -> Option<Arc<Job>> {
+    pub(super) fn get(&self, key: &JobKey) -> Option<Arc<Job>> {
         self.lock().get(key).cloned()
     }
 
     /// Forgets the job first, so that nobody joins one that has an answer already.
-    pub fn finish(&self, key: &JobKey, job: &Job, result: Result<Created>) {
+    pub(super) fn finish(&self, key: &JobKey, job: &Job, result: Result<Created>) {
         self.lock().remove(key);
-        job.progress.send_replace(Progress::Done(result));
+        job.progress.send_replace(Progress::Done(Box::new(result)));
     }
 
-    pub fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.lock().len()
     }
 

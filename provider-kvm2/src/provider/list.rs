@@ -21,8 +21,8 @@ use crate::error::{ProviderError, Reason, Result, bounded_to};
 use crate::hypervisor::{DomainRef, Hypervisor, VolumeRef, code};
 use crate::image::bases;
 
-pub const DEFAULT_PAGE: u32 = 500;
-pub const MAX_PAGE: u32 = 1000;
+pub(super) const DEFAULT_PAGE: u32 = 500;
+pub(super) const MAX_PAGE: u32 = 1000;
 /// Hosts listed at a time.
 const FAN_OUT: usize = 8;
 /// Metadata reads under way on one link; the link itself bounds what libvirtd sees.

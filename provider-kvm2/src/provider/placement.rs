@@ -12,7 +12,7 @@ use crate::image::{ImageRef, UrlTrust};
 
 /// A placement whose keys all exist.
 #[derive(Debug, Clone)]
-pub struct Resolved {
+pub(super) struct Resolved {
     pub entry: Arc<Entry>,
     pub host: Host,
     pub machine: MachineType,
@@ -20,13 +20,13 @@ pub struct Resolved {
 }
 
 impl Resolved {
-    pub fn host_id(&self) -> HostId {
+    pub(super) fn host_id(&self) -> HostId {
         HostId { entry: self.entry.name.clone(), host: self.host.name.clone() }
     }
 }
 
 /// The entry of that name; an empty name means the only one there is.
-pub fn entry(config: &Config, name: &str) -> Result<Arc<Entry>> {
+pub(super) fn entry(config: &Config, name: &str) -> Result<Arc<Entry>> {
     let known = || names(config.entries.iter().map(|e| e.name.as_str()));
     if name.is_empty() {
         return match config.entries.as_slice() {
@@ -44,7 +44,7 @@ pub fn entry(config: &Config, name: &str) -> Result<Arc<Entry>> {
     })
 }
 
-pub fn resolve(entry: &Arc<Entry>, placement: &Placement) -> Result<Resolved> {
+pub(super) fn resolve(entry: &Arc<Entry>, placement: &Placement) -> Result<Resolved> {
     Ok(Resolved {
         entry: entry.clone(),
         host: host(entry, &placement.zone)?.clone(),
@@ -80,7 +80,7 @@ fn machine(entry: &Entry, key: &str) -> Result<MachineType> {
 }
 
 /// A catalogue key, or an absolute http(s) URL that the entry's policy allows.
-pub fn image(entry: &Entry, image: &str) -> Result<ImageRef> {
+pub(super) fn image(entry: &Entry, image: &str) -> Result<ImageRef> {
     const FIELD: &str = "placement.image";
     let found = if let Some(listed) = entry.images.get(image) {
         ImageRef {

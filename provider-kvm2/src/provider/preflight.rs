@@ -6,7 +6,7 @@ use crate::error::{ProviderError, Reason, Result};
 use crate::hypervisor::{Hypervisor, code};
 
 /// Bridge, virtualisation type, machine and firmware; two calls at once.
-pub async fn require(hv: &dyn Hypervisor, entry: &Entry, host: &Host, firmware: Firmware) -> Result<()> {
+pub(super) async fn require(hv: &dyn Hypervisor, entry: &Entry, host: &Host, firmware: Firmware) -> Result<()> {
     let (bridge, capabilities) = tokio::join!(require_bridge(hv, host), capabilities(hv, entry, host));
     let capabilities = capabilities?;
     if !capabilities.has_firmware(firmware) {
@@ -23,14 +23,14 @@ pub async fn require(hv: &dyn Hypervisor, entry: &Entry, host: &Host, firmware: 
 }
 
 /// None where the host cannot tell: then starting the domain decides.
-pub async fn require_bridge(hv: &dyn Hypervisor, host: &Host) -> Result<()> {
+pub(super) async fn require_bridge(hv: &dyn Hypervisor, host: &Host) -> Result<()> {
     if hv.has_interface(&host.bridge).await? == Some(false) {
         return Err(bridge_missing(host));
     }
     Ok(())
 }
 
-pub fn kvm_unavailable(entry: &Entry, host: &Host) -> ProviderError {
+pub(super) fn kvm_unavailable(entry: &Entry, host: &Host) -> ProviderError {
     ProviderError::new(
         Reason::KvmUnavailable,
         format!(
@@ -41,7 +41,7 @@ pub fn kvm_unavailable(entry: &Entry, host: &Host) -> ProviderError {
     .on_host(&host.name)
 }
 
-pub fn bridge_missing(host: &Host) -> ProviderError {
+pub(super) fn bridge_missing(host: &Host) -> ProviderError {
     ProviderError::new(
         Reason::BridgeMissing,
         format!("host {} has no network interface {}; create the bridge there or correct hosts[].bridge", host.name, host.bridge),
@@ -50,7 +50,7 @@ pub fn bridge_missing(host: &Host) -> ProviderError {
     .with_meta("bridge", &host.bridge)
 }
 
-pub async fn capabilities(hv: &dyn Hypervisor, entry: &Entry, host: &Host) -> Result<DomainCapabilities> {
+pub(super) async fn capabilities(hv: &dyn Hypervisor, entry: &Entry, host: &Host) -> Result<DomainCapabilities> {
     let asked = hv.domain_capabilities(&entry.machine, entry.virt_type.as_str()).await;
     let xml = asked.map_err(|e| {
         // libvirt answers a type or machine that its emulators do not offer with these two

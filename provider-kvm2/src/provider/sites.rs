@@ -16,7 +16,7 @@ use crate::error::{ProviderError, Reason, Result};
 use crate::hypervisor::{Connect, HostId, Hypervisor, PoolRef};
 
 #[derive(Debug, Clone)]
-pub struct Site {
+pub(super) struct Site {
     pub id: HostId,
     pub entry: Arc<Entry>,
     pub host: Host,
@@ -36,12 +36,12 @@ struct Able {
 
 impl Site {
     /// The absolute path of a volume of this site's pool.
-    pub fn path_of(&self, volume: &str) -> String {
+    pub(super) fn path_of(&self, volume: &str) -> String {
         format!("{}/{volume}", self.target)
     }
 
     /// Fails with the reason why this host can never run the entry's VMs.
-    pub async fn require_able(&self, firmware: Firmware) -> Result<()> {
+    pub(super) async fn require_able(&self, firmware: Firmware) -> Result<()> {
         let known = match firmware {
             Firmware::Uefi => &self.able.uefi,
             Firmware::Bios => &self.able.bios,
@@ -51,26 +51,26 @@ impl Site {
 }
 
 #[derive(Debug)]
-pub struct Sites {
+pub(super) struct Sites {
     connect: Arc<dyn Connect>,
     known: Mutex<HashMap<HostId, Site>>,
 }
 
 impl Sites {
-    pub fn new(connect: Arc<dyn Connect>) -> Self {
+    pub(super) fn new(connect: Arc<dyn Connect>) -> Self {
         Self { connect, known: Mutex::default() }
     }
 
-    pub fn connect(&self) -> &Arc<dyn Connect> {
+    pub(super) fn connect(&self) -> &Arc<dyn Connect> {
         &self.connect
     }
 
     /// The control link alone, for operations that need no pool.
-    pub async fn control(&self, id: &HostId) -> Result<Arc<dyn Hypervisor>> {
+    pub(super) async fn control(&self, id: &HostId) -> Result<Arc<dyn Hypervisor>> {
         self.connect.control(id).await
     }
 
-    pub async fn open(&self, entry: &Arc<Entry>, host: &Host) -> Result<Site> {
+    pub(super) async fn open(&self, entry: &Arc<Entry>, host: &Host) -> Result<Site> {
         let id = HostId { entry: entry.name.clone(), host: host.name.clone() };
         let hv = self.connect.control(&id).await?;
         if let Some(site) = self.lock().get(&id)
@@ -96,7 +96,7 @@ impl Sites {
     }
 
     /// After an error that says the pool is another one by now.
-    pub fn forget(&self, id: &HostId) {
+    pub(super) fn forget(&self, id: &HostId) {
         self.lock().remove(id);
     }
 

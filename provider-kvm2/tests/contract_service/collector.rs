@@ -20,13 +20,13 @@ impl TraceService for Received {
 }
 
 /// Ends with its test's runtime.
-pub struct Collector {
+pub(crate) struct Collector {
     received: Received,
     address: std::net::SocketAddr,
 }
 
 impl Collector {
-    pub async fn start() -> Self {
+    pub(crate) async fn start() -> Self {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound");
         let received = Received::default();
@@ -35,11 +35,11 @@ impl Collector {
         Self { received, address }
     }
 
-    pub fn endpoint(&self) -> String {
+    pub(crate) fn endpoint(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    pub fn spans(&self) -> Vec<Span> {
+    pub(crate) fn spans(&self) -> Vec<Span> {
         let received = self.received.0.lock().expect("no handler panics");
         received.iter().flat_map(|r| &r.resource_spans).flat_map(|r| &r.scope_spans).flat_map(|s| s.spans.clone()).collect()
     }

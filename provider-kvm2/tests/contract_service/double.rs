@@ -28,14 +28,14 @@ struct Script {
 }
 
 #[derive(Debug, Clone, Default)]
-pub struct Double {
+pub(crate) struct Double {
     script: Arc<Mutex<Script>>,
     entered: Arc<Notify>,
     answered: Arc<Notify>,
 }
 
 impl Double {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self::default()
     }
 
@@ -43,35 +43,35 @@ impl Double {
         self.script.lock().expect("no holder panics")
     }
 
-    pub fn calls(&self) -> Vec<String> {
+    pub(crate) fn calls(&self) -> Vec<String> {
         self.script().calls.clone()
     }
 
     /// The next Get fails with this.
-    pub fn fail_get(&self, error: ProviderError) {
+    pub(crate) fn fail_get(&self, error: ProviderError) {
         self.script().fail_get = Some(error);
     }
 
     /// Gets answer only after [`Double::answer`].
-    pub fn hang(&self) {
+    pub(crate) fn hang(&self) {
         self.script().hang = true;
     }
 
-    pub fn answer(&self) {
+    pub(crate) fn answer(&self) {
         self.script().hang = false;
         self.answered.notify_waiters();
     }
 
     /// Resolves once a Get has begun.
-    pub async fn entered(&self) {
+    pub(crate) async fn entered(&self) {
         self.entered.notified().await;
     }
 
-    pub fn panic_once(&self) {
+    pub(crate) fn panic_once(&self) {
         self.script().panic = true;
     }
 
-    pub fn last_max_wait(&self) -> Option<Duration> {
+    pub(crate) fn last_max_wait(&self) -> Option<Duration> {
         self.script().max_wait
     }
 }
@@ -132,7 +132,7 @@ impl Operations for Double {
     }
 }
 
-pub fn instance() -> Instance {
+pub(crate) fn instance() -> Instance {
     let address =
         |last, primary| Address { ip: [192, 0, 2, last].into(), source: AddressSource::Agent, mac: "52:54:00:00:00:01".into(), primary };
     Instance {
@@ -152,7 +152,7 @@ pub fn instance() -> Instance {
     }
 }
 
-pub fn config() -> Config {
+pub(crate) fn config() -> Config {
     let host = Host {
         name: "hv1".into(),
         address: "198.51.100.7".into(),
