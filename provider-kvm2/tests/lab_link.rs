@@ -86,6 +86,20 @@ impl Lab {
         table(self.entry())
     }
 
+    /// Breaks or mends the first host.
+    fn host(&self, action: &str) -> String {
+        let tool = Path::new(&self.text("/tools_dir")).join("host");
+        let id = self.number("/id").to_string();
+        let output = Command::new(tool).args(["--id", &id, "hv1", action]).output().expect("the lab's tool runs");
+        assert!(output.status.success(), "{action}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    fn libvirtd(&self) -> String {
+        let pids = self.host("pids");
+        pids.lines().find_map(|l| l.strip_prefix("libvirtd ")).expect("it runs").trim().to_owned()
+    }
+
     fn virsh(&self, args: &[&str]) -> String {
         let output = Command::new("virsh").arg("-c").arg(self.text("/hosts/0/uri")).args(args).output().expect("virsh runs");
         assert!(output.status.success(), "virsh {args:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -313,7 +327,7 @@ async fn an_upload_is_as_fast_as_the_cipher() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_bad_source_aborts_the_stream_and_libvirtd_lives() {
     let Some(lab) = lab() else { return };
-    let libvirtd = lab.number("/hosts/0/pids/libvirtd");
+    let libvirtd = lab.libvirtd();
     let table = lab.table();
     let link = table.control(&hv1()).await.expect("dials");
     for round in 0..10 {
@@ -337,7 +351,7 @@ async fn a_bad_source_aborts_the_stream_and_libvirtd_lives() {
         link.delete_volume(&volume).await.expect("the link is as good as before");
     }
     assert!(link.is_alive());
-    assert!(Path::new(&format!("/proc/{libvirtd}")).exists(), "libvirtd is still the same process");
+    assert_eq!(lab.libvirtd(), libvirtd, "libvirtd is still the same process");
     table.shutdown().await;
 }
 
@@ -559,4 +573,95 @@ async fn an_unknown_host_is_said_to_be_not_configured() {
     let e = table.control(&HostId { entry: "lab".to_owned(), host: "gone".to_owned() }).await.map(|_| ()).expect_err("is not there");
     assert_eq!(e.reason(), Reason::HostNotConfigured);
     assert!(!lab.virsh(&["version"]).is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_libvirtd_that_restarts_costs_one_link_and_no_more() {
+    let Some(lab) = lab() else { return };
+    let table = lab.table();
+    for _ in 0..3 {
+        let link = table.control(&hv1()).await.expect("dials");
+        link.hostname().await.expect("answers");
+        lab.host("restart-libvirtd");
+        while link.is_alive() {
+            tokio::task::yield_now().await;
+        }
+        let e = ProviderError::from(link.hostname().await.expect_err("is dead"));
+        assert_eq!(e.reason(), Reason::LinkLost);
+    }
+    table.control(&hv1()).await.expect("redials").hostname().await.expect("answers");
+    table.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_libvirtd_that_hangs_costs_the_budget_of_the_call() {
+    let Some(lab) = lab() else { return };
+    let mut entry = lab.entry();
+    entry.budgets.call = Duration::from_secs(2);
+    let table = table(entry);
+    let link = table.control(&hv1()).await.expect("dials");
+    lab.host("freeze-libvirtd");
+    let results = join_all((0..8).map(|_| link.hostname())).await;
+    lab.host("thaw-libvirtd");
+    for result in results {
+        let e = ProviderError::from(result.expect_err("no answer"));
+        assert!(matches!(e.reason(), Reason::CallTimeout | Reason::LinkLost), "{e:?}");
+    }
+    assert!(!link.is_alive());
+    table.control(&hv1()).await.expect("redials").hostname().await.expect("answers");
+    table.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_account_with_a_shell_sees_the_interfaces() {
+    let Some(lab) = lab() else { return };
+    let mut entry = lab.entry();
+    entry.hosts[0].user = lab.text("/hosts/0/exec_user");
+    let table = table(entry);
+    let link = table.control(&hv1()).await.expect("dials");
+    assert_eq!(link.has_interface("lo").await.expect("an answer"), Some(true));
+    assert_eq!(link.has_interface("br9").await.expect("an answer"), Some(false));
+    assert_eq!(link.has_interface("../lo/x'y").await.expect("an answer"), Some(false));
+    table.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_peer_that_is_no_libvirt_costs_one_error_and_nothing_else() {
+    let Some(lab) = lab() else { return };
+    let dir = tempfile::tempdir().expect("temporary directory");
+    std::fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("ours");
+    let huge = b"\x7f\xff\xff\xff\x20\x00\x80\x86";
+    let short = b"\x00\x00\x00\x04";
+    let text = b"HTTP/1.1 400 Bad Request\r\n\r\n";
+    let cases: [(&str, Option<&'static [u8]>); 5] =
+        [("closes", Some(b"")), ("huge", Some(huge)), ("short", Some(short)), ("text", Some(text)), ("silent", None)];
+    let before = counts();
+    for (case, answer) in cases {
+        let path = dir.path().join(case);
+        let listener = tokio::net::UnixListener::bind(&path).expect("binds");
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o777)).expect("ours");
+        let peer = tokio::spawn(async move {
+            let mut kept = Vec::new();
+            while let Ok((mut stream, _)) = listener.accept().await {
+                if let Some(bytes) = answer {
+                    let _ = tokio::io::AsyncWriteExt::write_all(&mut stream, bytes).await;
+                } else {
+                    kept.push(stream);
+                }
+            }
+        });
+        let mut entry = lab.entry();
+        entry.hosts[0].socket = path.to_str().expect("text").to_owned();
+        entry.budgets.dial = Duration::from_secs(2);
+        let table = table(entry);
+        for _ in 0..if answer.is_some() { 10 } else { 1 } {
+            let e = table.control(&hv1()).await.map(drop).expect_err("no libvirt");
+            println!("{case}: {e:?}");
+            assert!(e.is_transient(), "{case}: {e:?}");
+        }
+        table.shutdown().await;
+        peer.abort();
+    }
+    let after = settled().await;
+    assert!(after.1 <= before.1 + 2, "descriptors: {before:?} {after:?}");
 }

@@ -189,3 +189,6 @@ fn endpoint(config: &Config, id: &HostId) -> Result<Endpoint> {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests;
