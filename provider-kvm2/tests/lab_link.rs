@@ -657,7 +657,12 @@ async fn a_peer_that_is_no_libvirt_costs_one_error_and_nothing_else() {
         for _ in 0..if answer.is_some() { 10 } else { 1 } {
             let e = table.control(&hv1()).await.map(drop).expect_err("no libvirt");
             println!("{case}: {e:?}");
-            assert!(e.is_transient(), "{case}: {e:?}");
+            let expected = match case {
+                "huge" | "text" => Reason::HostIncompatible,
+                "silent" => Reason::HostUnreachable,
+                _ => Reason::LibvirtRestarting,
+            };
+            assert_eq!(e.reason(), expected, "{case}: {e:?}");
         }
         table.shutdown().await;
         peer.abort();

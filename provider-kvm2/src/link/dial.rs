@@ -20,7 +20,7 @@ use super::tunnel::{Door, carry};
 use crate::config::HostKeys;
 use crate::error::{LibvirtCode, ProviderError, Reason, Result};
 use crate::hypervisor::libvirt::{Connection, LibvirtError, LibvirtHypervisor};
-use crate::hypervisor::{Budgets, HostId, classify};
+use crate::hypervisor::{Budgets, HostId, classify, code};
 use crate::telemetry::metrics::Metrics;
 
 /// First pause after sshd had no place for a connection; doubled each time.
@@ -212,19 +212,23 @@ async fn socket_error(endpoint: &Endpoint, session: &Handle<Peer>, error: russh:
 
 fn open_error(endpoint: &Endpoint, state: &LinkState, error: LibvirtError) -> ProviderError {
     let host = &endpoint.id.host;
-    let code = LibvirtCode { code: error.code, domain: error.domain };
-    let reason = if state.is_dead() || error.is_lost_connection() {
-        Reason::LibvirtRestarting
-    } else {
-        classify::reason_of("open", error.code, error.domain, &error.message).unwrap_or(Reason::LibvirtError)
+    let libvirt = LibvirtCode { code: error.code, domain: error.domain };
+    let known = classify::reason_of("open", error.code, error.domain, &error.message);
+    let reason = match (error.code, known) {
+        // frames that no libvirt sends
+        (code::RPC, _) => Reason::HostIncompatible,
+        _ if error.is_lost_connection() => Reason::LibvirtRestarting,
+        (_, None | Some(Reason::LibvirtError)) if state.is_dead() => Reason::LibvirtRestarting,
+        (_, known) => known.unwrap_or(Reason::LibvirtError),
     };
     let message = match reason {
         Reason::LibvirtRestarting => format!("libvirtd on host {host} closed the connection; it may be starting or stopping"),
         Reason::SocketDenied => {
             format!("libvirtd on host {host} refuses user {}; set auth_unix_rw = \"none\" or allow the user in polkit", endpoint.user)
         }
+        Reason::HostIncompatible => format!("what listens at {} on host {host} is no libvirt; correct `socket`", endpoint.socket),
         _ => format!("libvirt on host {host} cannot be opened; see its log"),
     };
     let source = std::io::Error::other(error.message);
-    ProviderError::new(reason, message).on_host(host).during("open").with_libvirt(code).with_source(source)
+    ProviderError::new(reason, message).on_host(host).during("open").with_libvirt(libvirt).with_source(source)
 }
