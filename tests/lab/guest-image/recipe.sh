@@ -33,11 +33,16 @@ GUEST_CMDLINE="root=/dev/vda2 rootfstype=ext4 ro console=ttyS0 quiet loglevel=4 
 
 # --- the common root -----------------------------------------------------------------------------------------------
 
-# guest_root_archive: path of the archive of the packages as installed; made when missing. Its name covers only what
-# it depends on, so that a change of the configuration below does not ask for all packages again.
+# The archive's name covers only what it depends on, so that a change of the configuration below does not ask for all
+# packages again.
+guest_root_archive_path() {
+    printf '%s/root-%s.tar.zst' "$LAB_CACHE" "$({ echo "$GUEST_SUITE ${GUEST_PACKAGES[*]}"; declare -f guest_root_archive; } | sha256sum | cut -c1-12)"
+}
+
+# The packages as installed, before any change; made when missing.
 guest_root_archive() {
     local archive mirror work
-    archive=$LAB_CACHE/root-$({ echo "$GUEST_SUITE ${GUEST_PACKAGES[*]}"; declare -f guest_root_archive; } | sha256sum | cut -c1-12).tar.zst
+    archive=$(guest_root_archive_path)
     if [ ! -e "$archive" ]; then
         mirror=$(debian_mirror "$GUEST_SUITE")
         work=$(mktemp -d "$LAB_CACHE/work.XXXXXX")
@@ -58,7 +63,6 @@ guest_root_archive() {
         mv "$archive.new" "$archive"
         rm -rf "$work"
     fi
-    printf '%s' "$archive"
 }
 
 guest_slim() {
@@ -229,7 +233,6 @@ via off
 max_filedescriptors 1024
 workers 1
 CONF
-    mkdir -p "$r/etc/systemd/system/squid.service.d"
     # The packaged unit waits for the network and checks its configuration in a process of its own first.
     cat >"$r/etc/systemd/system/squid.service" <<'CONF'
 [Unit]
@@ -271,11 +274,11 @@ guest_variant() {
             cp "$r/etc/machine-id" "$r/var/lib/dbus/machine-id"
             ;;
         dummy)
-            # Comes before the NIC by name and by time, and its address before any of the lab's networks.
+            # Its driver is loaded before the NIC's (see guest_initrd), so that it comes first in every listing, and its
+            # address sorts before the lab's networks.
             mkdir -p "$r/etc/systemd/network"
-            printf '[NetDev]\nName=docker0\nKind=dummy\n' >"$r/etc/systemd/network/10-docker0.netdev"
-            printf '[Match]\nName=docker0\n[Network]\nAddress=10.0.0.1/24\nLinkLocalAddressing=no\nConfigureWithoutCarrier=yes\n[Link]\nRequiredForOnline=no\n' \
-                >"$r/etc/systemd/network/10-docker0.network"
+            printf '[Match]\nName=dummy0\n[Network]\nAddress=10.0.0.1/24\nLinkLocalAddressing=no\nConfigureWithoutCarrier=yes\n[Link]\nRequiredForOnline=no\n' \
+                >"$r/etc/systemd/network/10-dummy0.network"
             ;;
     esac
 }
@@ -285,20 +288,20 @@ guest_variant() {
 # A hand-made initrd: busybox, three modules with what they need, and a script. The distribution's takes ten times
 # as long to unpack and starts udev.
 guest_initrd() {
-    local r=$1 out=$2 d kver m
+    local r=$1 out=$2 variant=$3 d kver m f i=100 first=()
+    [ "$variant" != dummy ] || first=(dummy)
     d=$(mktemp -d)
     kver=$(ls "$r/lib/modules")
     mkdir -p "$d"/{bin,dev,proc,sys,root,modules}
     cp "$r/bin/busybox" "$d/bin/busybox"
     ln -s busybox "$d/bin/sh"
-    for m in "${GUEST_INITRD_MODULES[@]}"; do
+    for m in "${first[@]}" "${GUEST_INITRD_MODULES[@]}"; do
         modprobe -d "$r" -S "$kver" --show-depends "$m" 2>/dev/null | awk '$1 == "insmod" { print $2 }'
     done | awk '!seen[$0]++' >"$d/order"
-    local i=100 f
     while read -r f; do cp "$f" "$d/modules/$((i++))-$(basename "$f")"; done <"$d/order"
     rm "$d/order"
     cat >"$d/init" <<'SH'
-#!/bin/busybox sh
+#!/bin/sh
 b=/bin/busybox
 $b mount -t devtmpfs dev /dev
 $b mount -t proc proc /proc
@@ -311,7 +314,6 @@ $b mount --move /dev /root/dev
 $b umount /proc
 exec $b switch_root /root /lib/systemd/systemd
 SH
-    sed -i '1s|.*|#!/bin/sh|' "$d/init"
     chmod 755 "$d/init"
     (cd "$d" && find . | LC_ALL=C sort | cpio -o -H newc -R 0:0 --quiet) >"$out"
     rm -rf "$d"
@@ -331,7 +333,8 @@ guest_uki() {
 # make_guest VARIANT WORKDIR: leaves the image as WORKDIR/image.
 make_guest() {
     local variant=$1 w=$2 r=$2/root archive kver esp_mib=48 root_mib total_mib
-    archive=$(guest_root_archive)
+    guest_root_archive
+    archive=$(guest_root_archive_path)
     say "packing the guest image '$variant'"
     mkdir "$r"
     tar -C "$r" --zstd --numeric-owner --xattrs -xpf "$archive"
@@ -340,7 +343,7 @@ make_guest() {
     guest_variant "$r" "$variant"
     kver=$(ls "$r/lib/modules")
 
-    guest_initrd "$r" "$w/initrd"
+    guest_initrd "$r" "$w/initrd" "$variant"
     printf '%s' "$GUEST_CMDLINE" >"$w/cmdline"
     guest_uki "$r/boot/vmlinuz-$kver" "$w/initrd" "$w/cmdline" "$r/usr/lib/os-release" "$w/uki.efi"
 
