@@ -29,28 +29,35 @@ pub struct Daemon {
     child: Option<Child>,
     dir: PathBuf,
     config: PathBuf,
-    args: Vec<String>,
+    log_level: String,
 }
 
 impl Daemon {
     /// Starts the daemon with its files in `dir` and returns when it serves.
     pub async fn start(dir: &Path, file: &ProvidersFile) -> Self {
-        Self::start_with(dir, file, &[]).await
+        let mut daemon = Self::spawn(dir, file);
+        daemon.ready().await;
+        daemon
     }
 
-    /// The same with more arguments of `serve`.
-    pub async fn start_with(dir: &Path, file: &ProvidersFile, args: &[&str]) -> Self {
-        let mut daemon = Self::spawn(dir, file, args);
+    /// The same, telling as much as it can: what it must not tell has to be absent even then.
+    pub async fn start_talkative(dir: &Path, file: &ProvidersFile) -> Self {
+        let mut daemon = Self::prepare(dir, file);
+        "trace".clone_into(&mut daemon.log_level);
+        daemon.run();
         daemon.ready().await;
         daemon
     }
 
     /// Starts the daemon and does not wait.
-    pub fn spawn(dir: &Path, file: &ProvidersFile, args: &[&str]) -> Self {
-        let config = file.write(dir);
-        let mut daemon = Self { child: None, dir: dir.to_owned(), config, args: args.iter().map(|a| (*a).to_owned()).collect() };
+    pub fn spawn(dir: &Path, file: &ProvidersFile) -> Self {
+        let mut daemon = Self::prepare(dir, file);
         daemon.run();
         daemon
+    }
+
+    fn prepare(dir: &Path, file: &ProvidersFile) -> Self {
+        Self { child: None, dir: dir.to_owned(), config: file.write(dir), log_level: "debug".to_owned() }
     }
 
     fn run(&mut self) {
@@ -62,8 +69,7 @@ impl Daemon {
             .arg(&self.config)
             .arg("--socket")
             .arg(self.socket())
-            .args(["--log-level", "debug", "--log-format", "text"])
-            .args(&self.args)
+            .args(["--log-level", &self.log_level, "--log-format", "text"])
             // KVM2_* of the test run would be taken for overrides of the configuration
             .env_clear()
             .envs(["PATH", "HOME"].iter().filter_map(|key| Some((*key, std::env::var_os(key)?))))

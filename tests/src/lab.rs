@@ -189,11 +189,12 @@ impl Host {
         names(&self.virsh(&["list", "--name"])).iter().any(|name| name == domain)
     }
 
-    /// Names of the volumes of a pool, freshly looked up.
+    /// Names of the volumes of a pool, from its directory: libvirt shows changes only after a
+    /// refresh, and refuses one during an upload.
     pub fn volumes(&self, pool: &str) -> Vec<String> {
-        self.virsh(&["pool-refresh", pool]);
-        let table = self.virsh(&["vol-list", pool]);
-        let mut volumes: Vec<_> = table.lines().filter_map(|line| line.split_whitespace().next()).map(str::to_owned).collect();
+        let dir = self.volume_path(pool, "");
+        let files = std::fs::read_dir(&dir).unwrap_or_else(|e| panic!("{}: {e}", dir.display()));
+        let mut volumes: Vec<_> = files.filter_map(|file| file.ok()?.file_name().into_string().ok()).collect();
         volumes.sort();
         volumes
     }

@@ -32,7 +32,13 @@ pub struct Said {
 /// Calls grpcurl on a unix socket: flags, then what is to be called or described.
 pub fn call_grpcurl(program: &Path, socket: &Path, flags: &[&str], target: &[&str]) -> Said {
     let mut command = Command::new(program);
-    command.args(["-plaintext", "-unix", "-max-time", "30"]).args(flags).arg(socket).args(target).stdin(Stdio::null());
+    // without the flag it sends the path as authority, which HTTP/2 servers refuse
+    command
+        .args(["-plaintext", "-unix", "-authority", "localhost", "-max-time", "30"])
+        .args(flags)
+        .arg(socket)
+        .args(target)
+        .stdin(Stdio::null());
     let Output { status, stdout, stderr } = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
     Said {
         success: status.success(),

@@ -56,7 +56,7 @@ async fn a_daemon_whose_host_is_unreachable_serves_on_a_private_socket() {
 async fn a_second_daemon_on_a_socket_in_use_ends_and_the_first_goes_on() {
     let dir = dir();
     let first = daemon(&dir).await;
-    let mut second = Daemon::spawn(dir.path(), &one_entry_again(dir.path()), &[]);
+    let mut second = Daemon::spawn(dir.path(), &one_entry_again(dir.path()));
     let status = eventually_sync("the second daemon ends", LIMIT, || second.exited().ok_or_else(|| "it runs".into())).await;
     assert!(!status.success(), "{status}");
     first.clients().health.check(HealthCheckRequest::default()).await.expect("the first one serves");
@@ -89,7 +89,7 @@ async fn sigterm_ends_the_daemon_with_success_and_removes_its_socket() {
 async fn a_broken_providers_file_ends_the_daemon_with_all_faults_named() {
     let dir = dir();
     let entry = one_entry(dir.path()).set("diskSizeGb", -1).set("maxVmss", 3).host_set("hv1", "bridge", "");
-    let mut daemon = Daemon::spawn(dir.path(), &entry.into(), &[]);
+    let mut daemon = Daemon::spawn(dir.path(), &entry.into());
     let status = eventually_sync("the daemon ends", LIMIT, || daemon.exited().ok_or_else(|| "it runs".into())).await;
     assert!(!status.success(), "{status}");
     let log = daemon.log();
@@ -200,7 +200,7 @@ async fn one_request_with_several_bad_fields_is_told_all_of_them() {
 #[tokio::test]
 async fn user_data_above_the_advertised_limit_is_refused_and_never_shown() {
     let dir = dir();
-    let daemon = Daemon::start_with(dir.path(), &one_entry(dir.path()).into(), &["--log-level", "trace"]).await;
+    let daemon = Daemon::start_talkative(dir.path(), &one_entry(dir.path()).into()).await;
     let clients = daemon.clients();
     let info = clients.provider.clone().get_provider_info(GetProviderInfoRequest::default()).await.expect("info").into_inner();
     let limit = usize::try_from(info.entries[0].limits.expect("limits").max_user_data_bytes).expect("a limit that fits");
@@ -267,7 +267,7 @@ async fn an_instance_on_a_host_that_is_not_configured_is_given_up_only_on_demand
 async fn an_absent_key_is_transient_and_a_broken_one_permanent_and_its_text_never_shown() {
     let dir = dir();
     let key = dir.path().join("key");
-    let daemon = Daemon::start_with(dir.path(), &EntryFile::unreachable("home", &key).into(), &["--log-level", "trace"]).await;
+    let daemon = Daemon::start_talkative(dir.path(), &EntryFile::unreachable("home", &key).into()).await;
     let clients = daemon.clients();
     refused(clients.create(request("web-1", "", "tiny")).await, Reason::CredentialsUnavailable);
     std::fs::write(&key, format!("-----BEGIN OPENSSH PRIVATE KEY-----\n{SECRET}\n-----END OPENSSH PRIVATE KEY-----\n")).expect("a file");
@@ -285,7 +285,7 @@ async fn the_query_of_an_image_url_is_shown_nowhere() {
     let entry = one_entry(dir.path())
         .image_set("tiny", "url", url.clone())
         .set("urlPolicy", json!({ "allow": ["127.0.0.0/8"], "allowHttp": true }));
-    let daemon = Daemon::start_with(dir.path(), &entry.into(), &["--log-level", "trace"]).await;
+    let daemon = Daemon::start_talkative(dir.path(), &entry.into()).await;
     let clients = daemon.clients();
     let info = clients.provider.clone().get_provider_info(GetProviderInfoRequest::default()).await.expect("info").into_inner();
     assert!(!format!("{info:?}").contains(SECRET), "{info:?}");

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use egress_provider_proto::v1::{CreateRequest, ErrorReason as Reason, create_response};
+use egress_provider_proto::v1::{CreateRequest, ErrorReason as Reason};
 use lab_tests::case::{request, uid_of};
 use lab_tests::clients::seconds;
 use lab_tests::lab::Host;
@@ -219,11 +219,10 @@ async fn what_a_daemon_killed_in_a_pull_left_is_never_booted_from() {
     assert_eq!(complete_bases(&case), Vec::<String>::new(), "a base without its marker");
     daemon.restart().await;
     // a repeated Create is how a caller waits for a pull that takes long
-    let created = eventually("the instance is made", Duration::from_secs(150), || async {
+    eventually("the instance is made", Duration::from_secs(150), || async {
         daemon.clients().create(request(&vm, HOST, "i")).await.map_err(|e| e.to_string())
     })
     .await;
-    assert_eq!(created.outcome(), create_response::Outcome::Created);
     let host = case.host(HOST);
     let base = base_of(host, &vm);
     assert_ne!(base, partial);
