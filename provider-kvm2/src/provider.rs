@@ -25,6 +25,7 @@ mod delete;
 mod get;
 mod images;
 mod jobs;
+mod leftovers;
 mod list;
 mod placement;
 mod preflight;

@@ -1899,7 +1899,8 @@ pub mod get_request {
     /// REQUIRED. Which one.
     #[derive(Clone, PartialEq, Eq, Hash, ::prost::Oneof)]
     pub enum Selector {
-        /// By the provider's id.
+        /// By the provider's id. Volumes that are left of an instance whose domain is gone are removed too,
+        /// if they are recognised and no domain of the host uses them.
         #[prost(message, tag = "2")]
         Id(super::InstanceById),
         /// By the caller's key.
@@ -1933,7 +1934,8 @@ pub mod delete_request {
     /// REQUIRED. Which one.
     #[derive(Clone, PartialEq, Eq, Hash, ::prost::Oneof)]
     pub enum Selector {
-        /// By the provider's id.
+        /// By the provider's id. Volumes that are left of an instance whose domain is gone are removed too,
+        /// if they are recognised and no domain of the host uses them.
         #[prost(message, tag = "2")]
         Id(super::InstanceById),
         /// By the caller's key.

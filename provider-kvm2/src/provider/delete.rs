@@ -70,7 +70,10 @@ impl Provider {
         let domain = match site.hv.lookup_domain(target.name.as_str()).await {
             Ok(domain) => domain,
             Err(e) if e.is(code::NO_DOMAIN) => {
-                return Ok(Deleted { outcome: DeleteOutcome::AlreadyAbsent, removed: Vec::new(), create_cancelled });
+                // only who names the very instance asks for what is left of it
+                let removed = if target.by_id { self.remove_leftovers(&site, &target.name).await.map_err(at)? } else { Vec::new() };
+                let outcome = if removed.is_empty() { DeleteOutcome::AlreadyAbsent } else { DeleteOutcome::Deleted };
+                return Ok(Deleted { outcome, removed, create_cancelled });
             }
             Err(e) => return Err(at(e.into())),
         };

@@ -20,6 +20,8 @@ pub(super) struct Target {
     pub host: Host,
     pub name: VmName,
     pub expected: Expected,
+    /// The caller named the instance itself, not its key.
+    pub by_id: bool,
 }
 
 impl Expected {
@@ -89,6 +91,7 @@ impl Provider {
                     host: host.clone(),
                     name: id.name,
                     expected: Expected { uid: expected_uid.clone(), installation_id: expected_installation.clone() },
+                    by_id: true,
                 }])
             }
             Selector::Key { key, zone } => {
@@ -98,11 +101,11 @@ impl Provider {
                     return Ok(entry
                         .hosts
                         .iter()
-                        .map(|host| Target { host: host.clone(), name: name.clone(), expected: expected.clone() })
+                        .map(|host| Target { host: host.clone(), name: name.clone(), expected: expected.clone(), by_id: false })
                         .collect());
                 }
                 let host = entry.host(zone).ok_or_else(|| host_not_configured(entry, zone))?;
-                Ok(vec![Target { host: host.clone(), name, expected }])
+                Ok(vec![Target { host: host.clone(), name, expected, by_id: false }])
             }
         }
     }

@@ -574,3 +574,29 @@ async fn a_shut_down_daemon_takes_no_create_and_leaves_no_task() {
     assert_eq!(reason(provider.create(create("vm-1", "u1")).await), Reason::ShuttingDown);
     assert!(bench.host.domain_names().is_empty());
 }
+
+#[tokio::test(start_paused = true)]
+async fn delete_by_id_removes_what_a_lost_domain_left_unless_another_domain_uses_it() {
+    let bench = Bench::warm();
+    let provider = bench.daemon("a");
+    let by_id = || Selector::Id { id: "hosts/hv1/domains/vm-1".into(), expected_uid: "u1".into(), expected_installation: String::new() };
+    provider.create(create("vm-1", "u1")).await.expect("created");
+    let link = bench.host.link();
+    let domain = link.lookup_domain("vm-1").await.expect("there");
+    link.destroy_domain(&domain).await.expect("stopped");
+    link.undefine_domain(&domain).await.expect("undefined by hand");
+
+    let renamed = format!(
+        "<domain type='qemu'><name>renamed</name><memory>1</memory><vcpu>1</vcpu><os><type>hvm</type></os><devices><disk type='file' device='disk'><source file='{}'/><target dev='vda'/></disk></devices></domain>",
+        link.lookup_volume(&link.lookup_pool("default").await.expect("pool"), "vm-1.qcow2").await.expect("volume").key
+    );
+    let user = link.define_domain(&renamed).await.expect("defined");
+    assert_eq!(reason(provider.delete(delete(by_id())).await), Reason::VolumeConflict);
+    assert_eq!(bench.vm_volumes().len(), 2);
+
+    link.undefine_domain(&user).await.expect("undefined");
+    assert_eq!(provider.delete(delete(by_key("vm-1", "u1"))).await.expect("absent").outcome, DeleteOutcome::AlreadyAbsent);
+    let deleted = provider.delete(delete(by_id())).await.expect("removed");
+    assert_eq!(deleted.removed.iter().map(|r| r.name.as_str()).collect::<Vec<_>>(), ["vm-1.qcow2", "vm-1-seed.iso"]);
+    assert!(bench.vm_volumes().is_empty());
+}
