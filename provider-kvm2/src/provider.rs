@@ -1,7 +1,7 @@
 //! The operations, in the provider's own words. `service` turns the contract's
 //! messages into these and back; nothing here knows gRPC.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -303,6 +303,8 @@ pub struct Shared {
     locks: KeyedLocks<(HostId, VmName)>,
     /// Why the last Create of a name failed; gone with its success or its Delete.
     failures: Mutex<HashMap<JobKey, ProviderError>>,
+    /// Domains that have had an address while they ran.
+    addressed: Mutex<HashSet<uuid::Uuid>>,
     /// Who this daemon is in marks: the same after a restart, another for another replica.
     replica: String,
     tasks: TaskTracker,
@@ -317,8 +319,8 @@ impl std::ops::Deref for Provider {
     }
 }
 
-/// Failures remembered at most; beyond that none is added.
-const MAX_FAILURES: usize = 10_000;
+/// Names and domains remembered at most; beyond that none is added.
+const MAX_REMEMBERED: usize = 10_000;
 
 impl Provider {
     pub fn new(config: ConfigHandle, connect: Arc<dyn Connect>, images: Arc<ImageCache>, replica: String) -> Self {
@@ -329,6 +331,7 @@ impl Provider {
             jobs: Jobs::default(),
             locks: KeyedLocks::default(),
             failures: Mutex::default(),
+            addressed: Mutex::default(),
             replica,
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),
@@ -351,7 +354,9 @@ impl Provider {
     fn remember(&self, key: &JobKey, failure: Option<&ProviderError>) {
         let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
         match failure {
-            Some(error) if failures.len() < MAX_FAILURES || failures.contains_key(key) => drop(failures.insert(key.clone(), error.clone())),
+            Some(error) if failures.len() < MAX_REMEMBERED || failures.contains_key(key) => {
+                drop(failures.insert(key.clone(), error.clone()))
+            }
             Some(_) => {}
             None => drop(failures.remove(key)),
         }

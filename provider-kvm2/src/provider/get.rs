@@ -1,10 +1,11 @@
 //! Get: one instance as it is, its addresses included.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use futures::future::join_all;
+use uuid::Uuid;
 
-use super::{Expected, Instance, InstanceImage, Key, Provider, Selector, placement};
+use super::{Expected, Instance, InstanceImage, Key, MAX_REMEMBERED, Provider, Selector, placement};
 use crate::config::{Entry, Host};
 use crate::domain::addresses::{self, AddressSource, Reading};
 use crate::domain::mark::{self, Mark};
@@ -120,8 +121,32 @@ impl Provider {
             Err(e) => return Err(at(e.into())),
         };
         let instance = read_instance(&*hv, entry, &id, &found, &target.expected).await.map_err(at)?;
+        let instance = self.with_addresses_kept(found.uuid, instance).map_err(at)?;
         let instance = self.with_progress(entry, instance);
         tracing::debug!(provider = %entry.name, host = %id.host, name = %id.name, state = ?instance.state, reason = instance.state_reason.as_str_name(), uid = %instance.uid, addresses = instance.addresses.len(), "kvm2 domain fetched");
+        Ok(instance)
+    }
+}
+
+impl Provider {
+    /// On a bridge only the guest agent knows addresses. One that falls silent after it has told
+    /// some makes them unreadable; they are not gone, and the guest is not starting again.
+    fn with_addresses_kept(&self, domain: Uuid, instance: Instance) -> Result<Instance> {
+        let mut seen = self.addressed.lock().unwrap_or_else(PoisonError::into_inner);
+        match (instance.state, instance.state_reason) {
+            (State::Running, _) if seen.len() < MAX_REMEMBERED => drop(seen.insert(domain)),
+            (State::Running | State::Paused | State::Unknown, _) => {}
+            (State::Provisioning, StateReason::WaitingForAgent) if seen.contains(&domain) => {
+                return Err(ProviderError::new(
+                    Reason::AddressUnreadable,
+                    format!(
+                        "the guest agent of running instance {} has fallen silent, and no other source knows its addresses; they are unchanged as far as is known, ask again",
+                        instance.id
+                    ),
+                ));
+            }
+            (State::Provisioning | State::Stopped | State::Deleting, _) => drop(seen.remove(&domain)),
+        }
         Ok(instance)
     }
 }

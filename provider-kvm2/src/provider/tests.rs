@@ -347,7 +347,10 @@ async fn an_instance_runs_only_with_its_own_nics_ipv4_and_unreadable_is_not_miss
 
     let broken = || Err(CallFailure::Libvirt { code: 86, domain: 10, message: "agent".into() });
     bench.host.set_interfaces("vm-1", AddressSource::Agent, broken());
-    assert_eq!(get().await.expect("read").state_reason, StateReason::WaitingForAgent);
+    assert_eq!(reason(get().await), Reason::AddressUnreadable, "an agent that fell silent takes no address away");
+    let restarted = bench.daemon("a");
+    let instance = restarted.get("", by_key("vm-1", "u1")).await.expect("read");
+    assert_eq!(instance.state_reason, StateReason::WaitingForAgent, "as far as a new daemon knows");
     bench.host.set_interfaces("vm-1", AddressSource::Lease, broken());
     bench.host.set_interfaces("vm-1", AddressSource::Arp, broken());
     assert_eq!(reason(get().await), Reason::AddressUnreadable);
