@@ -5,8 +5,9 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,7 @@ use provider_kvm2::config::{
     Sha256Hex, UrlPolicy, VirtType,
 };
 use provider_kvm2::error::Reason;
-use provider_kvm2::hypervisor::{Budgets, Connect, HostId, Hypervisor};
+use provider_kvm2::hypervisor::{Budgets, Connect, HostId};
 use provider_kvm2::image::cache::Patience;
 use provider_kvm2::image::http::{Source, Timing};
 use provider_kvm2::image::{Base, Found, ImageCache, ImageRef, ImageState, UrlTrust, Wanted};
@@ -32,24 +33,30 @@ struct Lab {
     description: Value,
     entry: Arc<Entry>,
     libvirtd: String,
-    _lock: File,
+    /// None in a process whose parent holds it.
+    _lock: Option<File>,
 }
 
 /// None, with the reason printed, where there is no lab.
 fn lab(name: &str) -> Option<Lab> {
+    let (dir, description) = described()?;
+    let lock = File::create(dir.join("link-tests.lock")).expect("the lab's directory can be written to");
+    lock.lock().expect("a lock");
+    let entry = Arc::new(entry(&description, name));
+    let mut lab = Lab { description, entry, libvirtd: String::new(), _lock: Some(lock) };
+    lab.sweep();
+    lab.libvirtd = lab.libvirtd_now();
+    Some(lab)
+}
+
+fn described() -> Option<(PathBuf, Value)> {
     let Some(dir) = std::env::var_os("KVM2_LAB").map(PathBuf::from) else {
         println!("skipped: KVM2_LAB is not set; run tests/lab/up and point it at the lab's directory");
         return None;
     };
     let text = fs::read_to_string(dir.join("lab.json")).expect("KVM2_LAB names a directory with a lab.json");
-    let lock = File::create(dir.join("link-tests.lock")).expect("the lab's directory can be written to");
-    lock.lock().expect("a lock");
-    let description: Value = serde_json::from_str(&text).expect("lab.json is JSON");
-    let entry = Arc::new(entry(&description, name));
-    let mut lab = Lab { description, entry, libvirtd: String::new(), _lock: lock };
-    lab.sweep();
-    lab.libvirtd = lab.libvirtd_now();
-    Some(lab)
+    let description = serde_json::from_str(&text).expect("lab.json is JSON");
+    Some((dir, description))
 }
 
 fn text(description: &Value, pointer: &str) -> String {
@@ -296,28 +303,43 @@ async fn a_wrong_digest_and_a_pool_without_room_leave_nothing() {
     lab.end();
 }
 
-#[test]
-fn a_process_that_dies_in_the_upload_leaves_debris_that_is_not_used() {
-    let Some(lab) = lab("img-d") else { return };
-    let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
+/// Not a test: what the next one kills. It says on stdout when it is in the middle.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "run by another test as a process of its own"]
+async fn a_pull_in_another_process() {
+    let Some((_, description)) = described() else { return };
+    let entry = Arc::new(entry(&description, "img-d"));
+    let lab = Lab { description, entry, libvirtd: String::new(), _lock: None };
     let (url, digest, _) = lab.big_image();
-    let dying = runtime();
-    dying.block_on(async {
-        let table = lab.table();
-        let pull = lab.cache(&table).pull(lab.wanted(&url, Some(digest.clone())));
-        while pull.status().bytes_done < 50 << 20 && pull.outcome().is_none() {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-        assert!(pull.outcome().is_none(), "it is in the middle: {:?}", pull.outcome());
-    });
-    dying.shutdown_background();
-    let next = runtime();
-    next.block_on(async {
-        let table = lab.table();
-        let base = lab.cache(&table).pull(lab.wanted(&url, Some(digest.clone()))).wait().await.expect("a pull of its own");
-        assert_eq!(sha256_of(&lab.file_of(&base)), digest);
-        assert_eq!(lab.volumes("default").len(), 4, "base, origin, marker and the debris");
-        table.shutdown().await;
-    });
+    let table = lab.table();
+    let pull = lab.cache(&table).pull(lab.wanted(&url, Some(digest)));
+    while pull.status().bytes_done < 50 << 20 && pull.outcome().is_none() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    println!("{IN_THE_MIDDLE}");
+    let _ = pull.wait().await;
+}
+
+const IN_THE_MIDDLE: &str = "the upload is in the middle";
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_process_that_is_killed_in_the_upload_leaves_debris_that_is_not_used() {
+    let Some(lab) = lab("img-d") else { return };
+    let (url, digest, _) = lab.big_image();
+    let mut child = Command::new(std::env::current_exe().expect("this program"))
+        .args(["--exact", "a_pull_in_another_process", "--ignored", "--nocapture"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("this program runs");
+    let output = BufReader::new(child.stdout.take().expect("a pipe"));
+    assert!(output.lines().map_while(Result::ok).any(|line| line.contains(IN_THE_MIDDLE)), "it got to the middle");
+    child.kill().expect("it is killed");
+    child.wait().expect("it is dead");
+    assert_eq!(lab.volumes("default").len(), 1, "a base without origin and marker");
+    let table = lab.table();
+    let base = lab.cache(&table).pull(lab.wanted(&url, Some(digest.clone()))).wait().await.expect("a pull of its own");
+    assert_eq!(sha256_of(&lab.file_of(&base)), digest);
+    assert_eq!(lab.volumes("default").len(), 4, "base, origin, marker and the debris");
+    table.shutdown().await;
     lab.end();
 }
