@@ -15,7 +15,9 @@ use provider_kvm2::config::{
     Config, ConfigHandle, DigestPolicy, Entry, GuestAgent, Host, HostKeys, NetworkConfig, PoolReserve, UrlPolicy, VirtType,
 };
 use provider_kvm2::error::{ProviderError, Reason};
-use provider_kvm2::hypervisor::{Budgets, CallError, CallFailure, Connect, HostId, Hypervisor, PoolRef, UploadPart, VolumeRef, code};
+use provider_kvm2::hypervisor::{
+    Budgets, CallError, CallFailure, Connect, HostId, Hypervisor, PoolInfo, PoolRef, UploadPart, VolumeRef, code,
+};
 use provider_kvm2::link::HostTable;
 use provider_kvm2::telemetry::metrics::Metrics;
 use serde_json::Value;
@@ -669,4 +671,95 @@ async fn a_peer_that_is_no_libvirt_costs_one_error_and_nothing_else() {
     }
     let after = settled().await;
     assert!(after.1 <= before.1 + 2, "descriptors: {before:?} {after:?}");
+}
+
+fn reason<T: std::fmt::Debug>(what: &str, result: Result<T, CallError>) -> Reason {
+    let error = result.expect_err(what);
+    println!("{what}: {:?}", error.kind);
+    ProviderError::from(error).reason()
+}
+
+fn domain_xml(name: &str, kind: &str, machine: &str, devices: &str) -> String {
+    format!(
+        "<domain type='{kind}'><name>{name}</name><memory unit='MiB'>64</memory><vcpu>1</vcpu>\
+         <os><type arch='x86_64' machine='{machine}'>hvm</type></os><devices>{devices}</devices></domain>"
+    )
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn libvirts_errors_have_the_reasons_of_the_table() {
+    let Some(lab) = lab() else { return };
+    let table = lab.table();
+    let link = table.control(&hv1()).await.expect("dials");
+    assert_eq!(reason("no pool", link.lookup_pool("nothing").await), Reason::PoolNotFound);
+
+    let inactive = link.lookup_pool("inactive").await.expect("is defined");
+    if link.pool_info(&inactive).await.expect("info").state == PoolInfo::RUNNING {
+        // a libvirtd that starts takes a directory that exists for a pool that was running
+        lab.virsh(&["pool-destroy", "inactive"]);
+    }
+    assert_ne!(link.pool_info(&inactive).await.expect("info").state, PoolInfo::RUNNING);
+    assert_eq!(reason("inactive refresh", link.refresh_pool(&inactive).await), Reason::PoolNotActive);
+    assert_eq!(reason("inactive list", link.list_volumes(&inactive).await), Reason::PoolNotActive);
+    assert_eq!(reason("inactive lookup", link.lookup_volume(&inactive, "x").await), Reason::PoolNotActive);
+    assert_eq!(reason("inactive create", link.create_volume(&inactive, &volume_xml("x", 10)).await), Reason::PoolNotActive);
+
+    let small = link.lookup_pool("small").await.expect("is defined");
+    let too_big = link.pool_info(&small).await.expect("info").capacity + MIB;
+    assert_eq!(reason("no space", link.create_volume(&small, &volume_xml("link-test-space", too_big)).await), Reason::PoolSpace);
+    assert!(link.lookup_volume(&small, "link-test-space").await.is_err(), "nothing is left of it");
+
+    let pool = link.lookup_pool("default").await.expect("is defined");
+    let unseen = PathBuf::from(lab.text("/hosts/0/pools/default/local_path")).join("link-test-unseen");
+    std::fs::write(&unseen, b"x").expect("writes");
+    let conflict = reason("unseen file", link.create_volume(&pool, &volume_xml("link-test-unseen", 10)).await);
+    std::fs::remove_file(&unseen).expect("removes");
+    assert_eq!(conflict, Reason::VolumeConflict);
+    let (_, volume) = fresh_volume(&*link, "link-test-gone", 10).await;
+    link.delete_volume(&volume).await.expect("deletes");
+    assert_eq!(reason("volume is gone", link.volume_info(&volume).await), Reason::StateChanged);
+
+    let name = "link-test-errors";
+    let define = async |xml: String| link.define_domain(&xml).await;
+    assert_eq!(reason("no such machine", define(domain_xml(name, "qemu", "nosuch", "")).await), Reason::MachineUnsupported);
+    assert_eq!(reason("malformed", define("<domain".to_owned()).await), Reason::HostRejected);
+    assert_eq!(reason("unknown element", define(domain_xml(name, "qemu", "q35", "<nonsense/>")).await), Reason::HostRejected);
+    assert_eq!(reason("no such machine's capabilities", link.domain_capabilities("nosuch", "qemu").await), Reason::MachineUnsupported);
+    println!("kvm: {:?}", link.domain_capabilities("q35", "kvm").await.map(|x| x.len()));
+    let bridge = "<interface type='bridge'><source bridge='nosuchbr'/><model type='virtio'/></interface>";
+    let domain = define(domain_xml(name, "qemu", "q35", bridge)).await.expect("defines");
+    let start = reason("no bridge", link.start_domain(&domain).await);
+    link.undefine_domain(&domain).await.expect("undefines");
+    assert_eq!(start, Reason::BridgeMissing);
+    let disk = "<disk type='file' device='disk'><source file='/nothing'/><target dev='vda' bus='virtio'/></disk>";
+    let domain = define(domain_xml(name, "qemu", "q35", disk)).await.expect("defines");
+    let start = reason("no disk", link.start_domain(&domain).await);
+    link.undefine_domain(&domain).await.expect("undefines");
+    assert_eq!(start, Reason::StartFailed);
+    table.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn refreshes_wait_for_other_jobs_of_the_pool() {
+    let Some(lab) = lab() else { return };
+    let table = lab.table();
+    let link = table.control(&hv1()).await.expect("dials");
+    let pool = link.lookup_pool("default").await.expect("the pool");
+    let makes = join_all((0..4).map(|i| {
+        let (link, pool) = (link.clone(), pool.clone());
+        async move {
+            let name = format!("link-test-job-{i}");
+            if let Ok(old) = link.lookup_volume(&pool, &name).await {
+                link.delete_volume(&old).await.expect("deletes");
+            }
+            let volume = link.create_volume(&pool, &volume_xml(&name, 64 * MIB)).await.expect("creates");
+            link.delete_volume(&volume).await.expect("deletes");
+        }
+    }));
+    let refreshes = join_all((0..20).map(|_| link.refresh_pool(&pool)));
+    let (_, refreshed) = tokio::join!(makes, refreshes);
+    for result in refreshed {
+        result.expect("refreshes");
+    }
+    table.shutdown().await;
 }

@@ -9,7 +9,6 @@ use crate::error::{LibvirtCode, ProviderError, Reason, bounded};
 
 /// `virErrorDomain` values that refine a code.
 mod domain {
-    pub(super) const QEMU: i32 = 10;
     pub(super) const STORAGE: i32 = 18;
     pub(super) const DBUS: i32 = 47;
     pub(super) const POLKIT: i32 = 60;
@@ -115,9 +114,10 @@ pub fn reason_of(call: &str, code: i32, error_domain: i32, message: &str) -> Opt
         code::CONFIG_UNSUPPORTED | code::CPU_INCOMPATIBLE if says("firmware") => Reason::FirmwareUnavailable,
         code::CONFIG_UNSUPPORTED | code::CPU_INCOMPATIBLE => Reason::MachineUnsupported,
         // asked for the capabilities of a machine or type that the host does not have
-        code::INVALID_ARG if call == "domain_capabilities" && says("KVM") => Reason::KvmUnavailable,
+        code::INVALID_ARG if call == "domain_capabilities" && (says("kvm") || says("KVM")) => Reason::KvmUnavailable,
         code::INVALID_ARG if call == "domain_capabilities" => Reason::MachineUnsupported,
-        code::XML_ERROR if call == "define_domain" && error_domain == domain::QEMU => Reason::MachineUnsupported,
+        // default devices find no place in a machine that libvirt does not know
+        code::XML_ERROR if call == "define_domain" && says("PCI bus") => Reason::MachineUnsupported,
         code::XML_ERROR
         | code::XML_DETAIL
         | code::XML_INVALID_SCHEMA
@@ -251,8 +251,9 @@ mod tests {
     #[case("define_domain", 67, 10, "does not support machine", Reason::MachineUnsupported)]
     #[case("define_domain", 67, 10, "Emulator does not support virt type 'kvm'", Reason::KvmUnavailable)]
     #[case("domain_capabilities", 8, 10, "KVM is not supported by 'x' on this host", Reason::KvmUnavailable)]
+    #[case("domain_capabilities", 8, 10, "the accel 'kvm' is not supported by 'x' on this host", Reason::KvmUnavailable)]
     #[case("domain_capabilities", 8, 10, "the machine 'x' is not supported", Reason::MachineUnsupported)]
-    #[case("define_domain", 27, 10, "No PCI buses available", Reason::MachineUnsupported)]
+    #[case("define_domain", 27, 20, "XML error: No PCI buses available", Reason::MachineUnsupported)]
     #[case("define_domain", 27, 20, "missing name", Reason::HostRejected)]
     #[case("define_domain", 35, 20, "", Reason::HostRejected)]
     #[case("define_domain", 92, 20, "", Reason::HostRejected)]
