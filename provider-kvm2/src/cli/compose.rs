@@ -46,7 +46,7 @@ pub(super) fn compose(file: &Path, metrics: Metrics, replica: String, stop: Canc
     }
     let (handle, watching) = config::watch::watch(file.to_owned(), environment(), config, stop);
     let table = HostTable::new(handle.clone(), metrics.clone());
-    let images = ImageCache::new(table.clone(), metrics);
+    let images = ImageCache::of_replica(table.clone(), metrics, &replica);
     let provider = Provider::new(handle, table.clone(), Arc::clone(&images), replica);
     let operations: Arc<dyn Operations> = Arc::new(provider.clone());
     let shutdown = async move {

@@ -28,6 +28,13 @@ pub fn base_name(entry: &str, key: &str, id: u32, format: ImageFormat) -> String
     format!("base-{entry}-{key}-{id:08x}.{}", format.as_str())
 }
 
+/// The first half of a base's id: which daemon uploads it.
+pub(crate) fn signature(base: &str) -> Option<u16> {
+    let (stem, _) = base.rsplit_once('.')?;
+    let (_, id) = stem.rsplit_once('-')?;
+    is_id(id).then(|| u16::from_str_radix(&id[..ID_DIGITS / 2], 16).ok()).flatten()
+}
+
 /// A volume with a base's name, and what lies beside it.
 #[derive(Debug, Clone)]
 pub struct Candidate<'a> {
@@ -250,6 +257,14 @@ mod tests {
         assert_eq!(oldest([("x", &late, 1), ("z", &early, 2), ("y", &early, 3)]), Some(3));
         assert_eq!(oldest([("x", &early, 1), ("z", &legacy, 2)]), Some(2));
         assert_eq!(oldest::<u8>([]), None);
+    }
+
+    #[test]
+    fn the_id_of_a_base_tells_whose_upload_it_is() {
+        assert_eq!(signature(&base_name("lab", "debian-13", 0xabcd_0102, ImageFormat::Qcow2)), Some(0xabcd));
+        for stranger in ["base-lab-debian.qcow2", "base-lab-x-ABCD0102.raw", "base-lab-x-abcd0102", "", "é-ééééé.raw"] {
+            assert_eq!(signature(stranger), None, "{stranger}");
+        }
     }
 
     #[test]

@@ -16,6 +16,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
+use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
@@ -66,6 +67,8 @@ pub struct ImageCache {
     metrics: Metrics,
     source: Source,
     patience: Patience,
+    /// Begins the id of every upload of this daemon, before and after a restart.
+    signature: Option<u16>,
     pulls: Mutex<HashMap<PullKey, Running>>,
     /// What lies beside bases of ours, by host and volume key: immutable, so read once.
     facts: Mutex<HashMap<(HostId, String), Facts>>,
@@ -159,8 +162,22 @@ impl ImageCache {
         Self::with(connect, metrics, Source::default(), Patience::default())
     }
 
+    /// As [`ImageCache::new`], for a daemon that knows its own uploads again after a restart: what it
+    /// was killed at is not waited for. Another daemon of the same signature at worst stores an image
+    /// twice.
+    pub fn of_replica(connect: Arc<dyn Connect>, metrics: Metrics, replica: &str) -> Arc<Self> {
+        let digest: [u8; 32] = Sha256::digest(replica).into();
+        let signature = Some(u16::from_be_bytes([digest[0], digest[1]]));
+        Arc::new(Self { signature, ..Self::build(connect, metrics, Source::default(), Patience::default()) })
+    }
+
     pub fn with(connect: Arc<dyn Connect>, metrics: Metrics, source: Source, patience: Patience) -> Arc<Self> {
-        Arc::new(Self {
+        Arc::new(Self::build(connect, metrics, source, patience))
+    }
+
+    fn build(connect: Arc<dyn Connect>, metrics: Metrics, source: Source, patience: Patience) -> Self {
+        Self {
+            signature: None,
             connect,
             metrics,
             source,
@@ -171,7 +188,7 @@ impl ImageCache {
             own: Mutex::default(),
             stop: CancellationToken::new(),
             tasks: TaskTracker::new(),
-        })
+        }
     }
 
     /// The base that a VM is to use, told from a listing of the whole pool. Asks the host nothing
@@ -357,7 +374,10 @@ impl ImageCache {
 
     async fn publish(&self, shared: &Shared, phase: &watch::Sender<Phase>, id: &HostId) -> Result<Base> {
         let wanted = &shared.wanted;
-        let random = rand::random();
+        let random = match self.signature {
+            Some(signature) => u32::from(signature) << 16 | u32::from(rand::random::<u16>()),
+            None => rand::random(),
+        };
         let volume = bases::base_name(&wanted.entry.name, &wanted.image.key, random, wanted.image.format);
         let _own = Own::new(&self.own, (id.clone(), volume.clone()));
         phase.send_replace(Phase::Pulling { volume });
@@ -385,7 +405,9 @@ impl ImageCache {
             let base = candidate.base;
             if candidate.marker.is_some() && candidate.naming == Naming::Legacy
                 || lock(&self.own).contains(&(id.clone(), base.name.clone()))
+                || candidate.marker.is_none() && self.signature.is_some() && bases::signature(&base.name) == self.signature
             {
+                // complete elsewhere, being filled here, or left by this daemon before it was restarted
                 continue;
             }
             if candidate.marker.is_some() && self.facts_of(hv, id, &candidate).await?.is_some() {

@@ -55,8 +55,9 @@ impl Provider {
             .collect()
             .await;
         let mut unreachable = Vec::new();
-        let mut rows: Vec<ImageStatus> =
-            self.images.statuses().into_iter().filter(|s| s.entry == entry.name && (host.is_empty() || s.host == host)).collect();
+        // a finished pull is told by its host: its base may have been removed since
+        let unfinished = |s: &ImageStatus| s.entry == entry.name && (host.is_empty() || s.host == host) && s.state != ImageState::Ready;
+        let mut rows: Vec<ImageStatus> = self.images.statuses().into_iter().filter(unfinished).collect();
         for answer in answers {
             match answer {
                 // a pull that this daemon runs knows more than the host's listing
