@@ -404,6 +404,24 @@ async fn an_upload_that_stands_still_is_left_alone_and_the_image_stored_again() 
 }
 
 #[tokio::test]
+async fn what_this_daemon_was_killed_at_is_not_waited_for() {
+    let content = qcow2(300_000);
+    let lab = Lab::with(content.clone()).await;
+    let first = ImageCache::of_replica(lab.connect.clone(), Metrics::new(), "host-1");
+    lab.host.freeze_at(STEPS_TO_THE_STREAM);
+    first.pull(lab.wanted());
+    lab.host.frozen().await;
+    kill(&first);
+    lab.host.thaw();
+    assert_eq!(lab.volumes().len(), 1, "debris: {:?}", lab.volumes());
+    lab.host.calls();
+    let restarted = ImageCache::of_replica(lab.connect.clone(), Metrics::new(), "host-1");
+    restarted.pull(lab.wanted()).wait().await.unwrap();
+    assert_eq!(lab.host.calls().iter().filter(|c| **c == "volume_xml").count(), 0, "nothing was watched");
+    assert_eq!(lab.complete_bases(&content), 1);
+}
+
+#[tokio::test]
 async fn old_debris_is_not_waited_for() {
     let lab = Lab::with(qcow2(1000)).await;
     lab.host.put_volume("default", "base-lab-debian-00000001.qcow2", b"half");
