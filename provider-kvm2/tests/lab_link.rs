@@ -90,16 +90,22 @@ impl Lab {
 
     /// Breaks or mends the first host.
     fn host(&self, action: &str) -> String {
+        self.host_with(action, &[])
+    }
+
+    fn host_with(&self, action: &str, more: &[&str]) -> String {
         let tool = Path::new(&self.text("/tools_dir")).join("host");
         let id = self.number("/id").to_string();
-        let output = Command::new(tool).args(["--id", &id, "hv1", action]).output().expect("the lab's tool runs");
+        let output = Command::new(tool).args(["--id", &id, "hv1", action]).args(more).output().expect("the lab's tool runs");
         assert!(output.status.success(), "{action}: {}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
-    fn libvirtd(&self) -> String {
+    /// Of now: what the tests restart has another one than lab.json says.
+    fn pid(&self, process: &str) -> String {
         let pids = self.host("pids");
-        pids.lines().find_map(|l| l.strip_prefix("libvirtd ")).expect("it runs").trim().to_owned()
+        let pid = pids.lines().filter_map(|l| l.split_once(' ')).find(|(name, _)| *name == process);
+        pid.unwrap_or_else(|| panic!("{process} runs")).1.trim().to_owned()
     }
 
     fn virsh(&self, args: &[&str]) -> String {
@@ -110,8 +116,7 @@ impl Lab {
 
     /// Processes of sshd that serve one connection of `user` each.
     fn sessions(&self, user: &str) -> Vec<String> {
-        let address = self.text("/hosts/0/address");
-        let listener = self.number("/hosts/0/pids/sshd").to_string();
+        let listener = self.pid("sshd");
         let mut found = Vec::new();
         for entry in std::fs::read_dir("/proc").expect("/proc").flatten() {
             let path = entry.path();
@@ -121,7 +126,6 @@ impl Lab {
                 found.push(entry.file_name().to_string_lossy().into_owned());
             }
         }
-        assert!(!address.is_empty());
         found
     }
 }
@@ -329,7 +333,7 @@ async fn an_upload_is_as_fast_as_the_cipher() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_bad_source_aborts_the_stream_and_libvirtd_lives() {
     let Some(lab) = lab() else { return };
-    let libvirtd = lab.libvirtd();
+    let libvirtd = lab.pid("libvirtd");
     let table = lab.table();
     let link = table.control(&hv1()).await.expect("dials");
     for round in 0..10 {
@@ -353,7 +357,7 @@ async fn a_bad_source_aborts_the_stream_and_libvirtd_lives() {
         link.delete_volume(&volume).await.expect("the link is as good as before");
     }
     assert!(link.is_alive());
-    assert_eq!(lab.libvirtd(), libvirtd, "libvirtd is still the same process");
+    assert_eq!(lab.pid("libvirtd"), libvirtd, "libvirtd is still the same process");
     table.shutdown().await;
 }
 
@@ -395,6 +399,10 @@ async fn a_host_that_freezes_in_an_upload_releases_everybody_within_20_s() {
         let calls = join_all(calls).await;
         (upload, calls)
     });
+    // nobody else waits for that host
+    let other = table.control(&HostId { host: "hv2".to_owned(), ..hv1() }).await.expect("dials the other host");
+    other.hostname().await.expect("answers");
+    assert!(link.is_alive(), "the frozen link is still waited for");
     let (upload, calls) = released.await.expect("all callers are back within 20 s");
     println!("released after {:?}", started.elapsed());
     let dead = |e: &CallError| matches!(e.kind, CallFailure::LinkDead { .. });
@@ -762,4 +770,58 @@ async fn refreshes_wait_for_other_jobs_of_the_pool() {
         result.expect("refreshes");
     }
     table.shutdown().await;
+}
+
+fn ssh_keygen(args: &[&str]) {
+    assert!(Command::new("ssh-keygen").arg("-q").args(args).status().expect("ssh-keygen runs").success(), "{args:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_with_a_certificate_is_trusted_by_its_authority() {
+    let Some(lab) = lab() else { return };
+    let dir = tempfile::tempdir().expect("temporary directory");
+    let path = |name: &str| dir.path().join(name).to_str().expect("text").to_owned();
+    let (address, port) = (lab.text("/hosts/0/address"), lab.number("/hosts/0/port"));
+    ssh_keygen(&["-t", "ed25519", "-N", "", "-f", &path("ca")]);
+    std::fs::copy(lab.text("/hosts/0/host_keys/ed25519"), path("host.pub")).expect("copies");
+    let authority = std::fs::read_to_string(path("ca.pub")).expect("reads");
+    let trusted = format!("@cert-authority [{address}]:{port} {authority}");
+    let attempt = async |text: String| {
+        std::fs::write(path("known_hosts"), text).expect("writes");
+        let mut entry = lab.entry();
+        entry.host_keys = HostKeys::KnownHosts(path("known_hosts").into());
+        let table = table(entry);
+        let result = table.control(&hv1()).await.map(drop);
+        table.shutdown().await;
+        result.err().map(|e| e.reason())
+    };
+    let mut outcomes = Vec::new();
+    for principal in [address.as_str(), "another"] {
+        ssh_keygen(&["-s", &path("ca"), "-I", "host", "-h", "-n", principal, "-V", "-5m:+1h", &path("host.pub")]);
+        lab.host_with("sshd-config", &["HostCertificate", &path("host-cert.pub")]);
+        outcomes.push(attempt(trusted.clone()).await);
+        outcomes.push(attempt(format!("{trusted}@revoked * {authority}")).await);
+        // without an authority the certificate is not asked for
+        outcomes.push(attempt(std::fs::read_to_string(lab.text("/known_hosts")).expect("reads")).await);
+    }
+    lab.host("sshd-config");
+    let revoked = Some(Reason::HostKeyRevoked);
+    assert_eq!(outcomes, [None, revoked, None, Some(Reason::HostKeyUnknown), revoked, None]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_sshd_that_throttles_or_forbids_says_so() {
+    let Some(lab) = lab() else { return };
+    let entry = |user: &str| {
+        let mut entry = lab.entry();
+        entry.hosts[0].user = user.to_owned();
+        entry.budgets.dial = Duration::from_secs(3);
+        entry
+    };
+    lab.host_with("sshd-config", &["AllowStreamLocalForwarding", "no"]);
+    let with_shell = refused(entry(&lab.text("/hosts/0/exec_user"))).await;
+    let without = refused(entry(&lab.text("/hosts/0/user"))).await;
+    lab.host("sshd-config");
+    assert_eq!(with_shell.reason(), Reason::StreamlocalForwardingDisabled, "{with_shell:?}");
+    assert_eq!(without.reason(), Reason::SocketUnavailable, "{without:?}");
 }

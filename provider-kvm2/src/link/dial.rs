@@ -110,7 +110,7 @@ impl Dialler {
         })?;
 
         state.stage("opening libvirt");
-        let uri = format!("qemu+unix:///system?socket={}", door.path().display());
+        let uri = door.uri();
         self.tracker.spawn(carry(door, channel, state.clone()));
         self.tracker.spawn(watch(state.clone(), SILENCE, self.closing.clone()));
         let tracker = self.tracker.clone();

@@ -7,6 +7,7 @@
 //! return that sits in a libvirt call.
 
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -66,6 +67,19 @@ impl Door {
 
     pub fn path(&self) -> &Path {
         &self.socket
+    }
+
+    /// The libvirt URI that leads through this door.
+    pub fn uri(&self) -> String {
+        let mut uri = "qemu+unix:///system?socket=".to_owned();
+        for byte in self.socket.as_os_str().as_bytes() {
+            match byte {
+                b'/' | b'-' | b'.' | b'_' | b'~' => uri.push(char::from(*byte)),
+                byte if byte.is_ascii_alphanumeric() => uri.push(char::from(*byte)),
+                byte => uri.push_str(&format!("%{byte:02X}")),
+            }
+        }
+        uri
     }
 
     /// The first connection that this process makes; then the socket is gone.
@@ -151,6 +165,14 @@ mod tests {
         door.accept().await.expect("our own connection");
         assert!(!directory.exists());
         drop(client);
+    }
+
+    #[tokio::test]
+    async fn a_path_with_strange_characters_is_escaped_in_the_uri() {
+        let base = tempfile::tempdir().expect("temporary directory");
+        let door = Door::open_in(base.path().join("a b&c=%")).expect("makes it");
+        let plain = base.path().to_str().expect("text");
+        assert_eq!(door.uri(), format!("qemu+unix:///system?socket={plain}/a%20b%26c%3D%25/s"));
     }
 
     #[tokio::test]

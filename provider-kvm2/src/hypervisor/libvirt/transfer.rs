@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
 use tokio::sync::mpsc;
+use tokio_util::task::TaskTracker;
 
 use super::ffi::{OpenStream, Volume};
 use super::worker::Fault;
@@ -16,18 +17,14 @@ use crate::link::state::LinkState;
 /// The largest payload that every libvirt since 1.0 takes in one message.
 const CHUNK: usize = 262_120;
 
-/// Parts that wait for the thread that sends; more would only be memory.
-const QUEUE: usize = 2;
+/// Chunks that wait for the thread that sends; more would only be memory.
+const QUEUE: usize = 4;
 
-/// How long the host may take for one part before it counts as hung.
+/// How long the host may take for one chunk before it counts as hung.
 const SINK_STALL: Duration = Duration::from_secs(60);
 
-/// Hands parts to the blocking side, and lets go of it when the link dies or hangs.
-pub(super) fn feed(
-    mut parts: mpsc::Receiver<UploadPart>,
-    state: &Arc<LinkState>,
-    tracker: &tokio_util::task::TaskTracker,
-) -> mpsc::Receiver<UploadPart> {
+/// Hands parts to the blocking side, a chunk at a time, and lets go of it when the link dies or hangs.
+pub(super) fn feed(mut parts: mpsc::Receiver<UploadPart>, state: &Arc<LinkState>, tracker: &TaskTracker) -> mpsc::Receiver<UploadPart> {
     let (to_thread, from_source) = mpsc::channel(QUEUE);
     let state = state.clone();
     tracker.spawn(async move {
@@ -38,18 +35,36 @@ pub(super) fn feed(
                 // the thread ended the upload by itself
                 () = to_thread.closed() => return,
             };
-            let Some(part) = part else { return };
-            let last = !matches!(part, UploadPart::Data(_));
-            tokio::select! {
-                sent = to_thread.send(part) => if sent.is_err() || last { return },
-                _ = state.died() => return,
-                () = tokio::time::sleep(SINK_STALL) => {
-                    return state.kill(&format!("an upload made no progress for {} s", SINK_STALL.as_secs()));
+            match part {
+                Some(UploadPart::Data(mut data)) => {
+                    while data.has_remaining() {
+                        let chunk = data.split_to(data.len().min(CHUNK));
+                        if !hand_over(&to_thread, UploadPart::Data(chunk), &state).await {
+                            return;
+                        }
+                    }
                 }
+                Some(end) => {
+                    hand_over(&to_thread, end, &state).await;
+                    return;
+                }
+                None => return,
             }
         }
     });
     from_source
+}
+
+/// False once there is nobody to hand anything to.
+async fn hand_over(to_thread: &mpsc::Sender<UploadPart>, part: UploadPart, state: &LinkState) -> bool {
+    tokio::select! {
+        sent = to_thread.send(part) => sent.is_ok(),
+        _ = state.died() => false,
+        () = tokio::time::sleep(SINK_STALL) => {
+            state.kill(&format!("an upload made no progress for {} s", SINK_STALL.as_secs()));
+            false
+        }
+    }
 }
 
 /// Blocks until the upload is over; answers how many bytes were sent.
