@@ -5,6 +5,7 @@
 //! else to stderr; the exit code tells a script what kind of failure it was.
 
 use std::ffi::OsString;
+use std::io::Write as _;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -160,7 +161,8 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> Exit {
     match ended {
         Ok(()) => Exit::Done,
         Err(failure) => {
-            eprint!("{failure}");
+            // as for stdout: whoever closed stderr does not read it
+            let _ = write!(std::io::stderr(), "{failure}");
             failure.exit
         }
     }

@@ -18,6 +18,7 @@ use egress_provider_proto::v1::provider_service_client::ProviderServiceClient;
 use egress_provider_proto::v1::{self, ErrorReason};
 use provider_kvm2::error::ProviderError;
 use provider_kvm2::service::listener::{ListenError, Listener};
+use provider_kvm2::service::server::Tls;
 use provider_kvm2::service::{MAX_USER_DATA, ServeOptions, serve};
 use provider_kvm2::telemetry::logs::{LogFormat, Telemetry, TelemetryOptions};
 use provider_kvm2::telemetry::metrics::Metrics;
@@ -271,6 +272,46 @@ async fn the_socket_is_private_and_a_second_daemon_is_refused() {
     assert!(matches!(Listener::unix(&served.socket), Err(ListenError::InUse { .. })));
     served.provider().await.get(get()).await.expect("the first one was not disturbed");
     served.end().await;
+}
+
+/// A CA and a certificate of it for `localhost`: (CA, certificate, key), all PEM.
+fn certificates() -> (String, String, String) {
+    let ca_key = rcgen::KeyPair::generate().expect("a key");
+    let mut ca = rcgen::CertificateParams::new(Vec::new()).expect("no names");
+    ca.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    let ca_pem = ca.self_signed(&ca_key).expect("a CA").pem();
+    let issuer = rcgen::Issuer::new(ca, ca_key);
+    let key = rcgen::KeyPair::generate().expect("a key");
+    let params = rcgen::CertificateParams::new(vec!["localhost".to_owned()]).expect("a name");
+    let certificate = params.signed_by(&key, &issuer).expect("a certificate");
+    (ca_pem, certificate.pem(), key.serialize_pem())
+}
+
+#[tokio::test]
+async fn over_tcp_only_clients_with_a_certificate_are_served() {
+    use tonic::transport::{Certificate, ClientTlsConfig, Identity};
+    let (ca, certificate, key) = certificates();
+    let tls = Tls { certificate: certificate.clone().into(), key: key.clone().into_bytes().into(), client_ca: ca.clone().into() };
+    let listener = Listener::tcp(([127, 0, 0, 1], 0).into()).await.expect("a free port");
+    let uri = format!("https://localhost:{}", listener.local_addr().expect("it is TCP").port());
+    let (stop, stopped) = oneshot::channel::<()>();
+    let options = ServeOptions { tls: Some(tls), ..Default::default() };
+    let serving =
+        tokio::spawn(serve(Arc::new(Double::new()), Metrics::new(), listener, options, async { stopped.await.unwrap_or_default() }));
+
+    let trusting = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(&ca));
+    let with = trusting.clone().identity(Identity::from_pem(&certificate, &key));
+    let endpoint = |tls| Endpoint::from_shared(uri.clone()).expect("a URI").tls_config(tls).expect("good PEM");
+    let known = endpoint(with).connect().await.expect("its certificate is of the CA");
+    ProviderServiceClient::new(known).get(get()).await.expect("it is served");
+    // with TLS 1.3 the refusal may arrive only with the first call
+    let unknown = match endpoint(trusting).connect().await {
+        Ok(channel) => ProviderServiceClient::new(channel).get(get()).await.map(drop).map_err(|e| e.to_string()),
+        Err(e) => Err(e.to_string()),
+    };
+    assert!(unknown.is_err(), "a client without a certificate was served");
+    stop.send(()).expect("it runs");
+    serving.await.expect("no panic").expect("a clean end");
 }
 
 #[tokio::test]

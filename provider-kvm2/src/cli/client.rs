@@ -36,8 +36,8 @@ pub(super) fn run(verb: impl Future<Output = Result<(), Failure>>) -> Result<(),
 impl Client {
     pub async fn connect(args: &ClientArgs) -> Result<Self, Failure> {
         let channel = endpoint(args)?.connect().await.map_err(|e| {
-            Failure::of(Exit::Transient, &e)
-                .fact("socket", &args.socket)
+            let cause = std::error::Error::source(&e).map_or_else(|| e.to_string(), ToString::to_string);
+            Failure::new(Exit::Transient, format!("no daemon answers on {}: {cause}", args.socket))
                 .fact("what to do", "start the daemon, or name its socket with --socket or KVM2_SOCKET")
         })?;
         Ok(Self {

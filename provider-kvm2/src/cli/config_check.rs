@@ -2,14 +2,14 @@
 
 use std::path::Path;
 
-use super::{Failure, compose};
+use super::{Failure, compose, output};
 use crate::config;
 
 pub(super) fn run(file: &Path) -> Result<(), Failure> {
     let (config, notes) = compose::load(file)?;
-    println!("{}", config::describe(&config));
+    output::line(config::describe(&config));
     for note in notes {
-        println!("note: {note}");
+        output::line(format_args!("note: {note}"));
     }
     Ok(())
 }

@@ -76,8 +76,8 @@ pub(super) async fn run(args: CreateArgs) -> Result<(), Failure> {
         }
     };
     match client.output {
-        Output::Json => println!("{}", output::json("CreateResponse", &response)?),
-        Output::Table => println!("{}", response.instance.as_ref().map(output::instance).unwrap_or_default()),
+        Output::Json => output::line(output::json("CreateResponse", &response)?),
+        Output::Table => output::line(response.instance.as_ref().map(output::instance).unwrap_or_default()),
     }
     Ok(())
 }

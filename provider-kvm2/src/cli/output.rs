@@ -1,11 +1,18 @@
 //! Results on stdout: tables for people, the contract's messages as JSON for programs.
 
+use std::io::Write as _;
+
 use comfy_table::{ContentArrangement, Table, presets};
 use egress_provider_proto::{FILE_DESCRIPTOR_SET, v1};
 use prost::Message;
 use prost_reflect::{DescriptorPool, DynamicMessage, SerializeOptions};
 
 use super::{Exit, Failure};
+
+/// A line on stdout. A reader that went away (`| head`) has seen what it wanted.
+pub(super) fn line(text: impl std::fmt::Display) {
+    let _ = writeln!(std::io::stdout(), "{text}");
+}
 
 /// The message of that name in protobuf's JSON form, fields that are not set included.
 pub(super) fn json(name: &str, message: &impl Message) -> Result<String, Failure> {

@@ -119,8 +119,8 @@ pub(super) async fn get(args: GetArgs) -> Result<(), Failure> {
     let request = v1::GetRequest { entry: client.entry.clone(), selector: Some(selector) };
     let response = client.provider.get(within(request, CALL)).await?.into_inner();
     match client.output {
-        Output::Json => println!("{}", output::json("GetResponse", &response)?),
-        Output::Table => println!("{}", response.instance.as_ref().map(output::instance).unwrap_or_default()),
+        Output::Json => output::line(output::json("GetResponse", &response)?),
+        Output::Table => output::line(response.instance.as_ref().map(output::instance).unwrap_or_default()),
     }
     Ok(())
 }
@@ -171,7 +171,7 @@ pub(super) async fn delete(args: DeleteArgs) -> Result<(), Failure> {
     })?;
     let response = response.into_inner();
     match client.output {
-        Output::Json => println!("{}", output::json("DeleteResponse", &response)?),
+        Output::Json => output::line(output::json("DeleteResponse", &response)?),
         Output::Table => {
             let word = match response.outcome() {
                 Outcome::Deleted => "deleted",
@@ -179,9 +179,9 @@ pub(super) async fn delete(args: DeleteArgs) -> Result<(), Failure> {
                 Outcome::Abandoned => "abandoned: its host is not configured, it may still run there",
                 Outcome::Unspecified => "done",
             };
-            println!("{}: {word}", args.selection.which);
+            output::line(format_args!("{}: {word}", args.selection.which));
             for removed in &response.removed {
-                println!("  removed {} on {}", removed.name, removed.host);
+                output::line(format_args!("  removed {} on {}", removed.name, removed.host));
             }
         }
     }
@@ -217,7 +217,7 @@ pub(super) async fn list(args: ListArgs) -> Result<(), Failure> {
     let mut client = Client::connect(&args.client).await?;
     let listed = list_all(&mut client, &args.installation_id, args.require_complete).await?;
     if client.output == Output::Json {
-        println!("{}", output::json("ListByTagResponse", &listed)?);
+        output::line(output::json("ListByTagResponse", &listed)?);
         return Ok(());
     }
     let rows = listed.instances.iter().map(|i| {
@@ -230,13 +230,16 @@ pub(super) async fn list(args: ListArgs) -> Result<(), Failure> {
             i.instance_id.clone(),
         ]
     });
-    println!("{}", output::table(["NAME", "HOST", "PHASE", "UID", "CREATED", "ID"], rows));
+    output::line(output::table(["NAME", "HOST", "PHASE", "UID", "CREATED", "ID"], rows));
     if !listed.orphan_volumes.is_empty() {
         let rows = listed.orphan_volumes.iter().map(|v| {
             let remove = if v.instance_id.is_empty() { "-".into() } else { format!("delete {}", v.instance_id) };
             [v.name.clone(), v.host.clone(), v.pool.clone(), output::orphan_kind(v).to_owned(), output::bytes(v.allocation_bytes), remove]
         });
-        println!("\nVolumes without an instance:\n{}", output::table(["VOLUME", "HOST", "POOL", "KIND", "SIZE", "TO REMOVE"], rows));
+        output::line(format_args!(
+            "\nVolumes without an instance:\n{}",
+            output::table(["VOLUME", "HOST", "POOL", "KIND", "SIZE", "TO REMOVE"], rows)
+        ));
     }
     for host in &listed.unreachable_hosts {
         let error = host.error.clone().unwrap_or_default();
@@ -254,7 +257,7 @@ pub(super) async fn check(args: CheckArgs) -> Result<(), Failure> {
     let request = v1::CheckRequest { entry: client.entry.clone(), timeout: args.timeout.try_into().ok() };
     let response = client.provider.check(within(request, args.timeout.saturating_add(MARGIN))).await?.into_inner();
     match client.output {
-        Output::Json => println!("{}", output::json("CheckResponse", &response)?),
+        Output::Json => output::line(output::json("CheckResponse", &response)?),
         Output::Table => print_checks(&response),
     }
     let broken: Vec<_> = response.hosts.iter().filter(|h| !h.healthy).collect();
@@ -278,16 +281,16 @@ fn print_checks(response: &v1::CheckResponse) {
         };
         [h.host.clone(), h.address.clone(), output::check_reason(h), latency, output::or_dash(&details.libvirt_version), free]
     });
-    println!("{}", output::table(["HOST", "ADDRESS", "RESULT", "LATENCY", "LIBVIRT", "POOL FREE"], rows));
+    output::line(output::table(["HOST", "ADDRESS", "RESULT", "LATENCY", "LIBVIRT", "POOL FREE"], rows));
     for host in &response.hosts {
         if !host.healthy {
-            println!("\n{}: {}", host.host, host.message);
+            output::line(format_args!("\n{}: {}", host.host, host.message));
             if !host.remediation.is_empty() {
-                println!("  what to do: {}", host.remediation);
+                output::line(format_args!("  what to do: {}", host.remediation));
             }
         }
         for warning in host.details.iter().flat_map(|d| &d.warnings) {
-            println!("{}: warning: {warning}", host.host);
+            output::line(format_args!("{}: warning: {warning}", host.host));
         }
     }
 }
@@ -297,22 +300,22 @@ pub(super) async fn info(args: InfoArgs) -> Result<(), Failure> {
     let request = v1::GetProviderInfoRequest { entry: client.entry.clone() };
     let info = client.provider.get_provider_info(within(request, CALL)).await?.into_inner();
     if client.output == Output::Json {
-        println!("{}", output::json("GetProviderInfoResponse", &info)?);
+        output::line(output::json("GetProviderInfoResponse", &info)?);
         return Ok(());
     }
-    println!("{} {} ({})", info.provider_type, info.provider_version, info.contract_version);
+    output::line(format_args!("{} {} ({})", info.provider_type, info.provider_version, info.contract_version));
     for entry in &info.entries {
-        println!("\nentry {}, disk {}", entry.name, output::bytes(entry.disk_bytes));
+        output::line(format_args!("\nentry {}, disk {}", entry.name, output::bytes(entry.disk_bytes)));
         let hosts = entry.hosts.iter().map(|h| [h.name.clone(), h.address.clone()]);
-        println!("{}", output::table(["HOST", "ADDRESS"], hosts));
+        output::line(output::table(["HOST", "ADDRESS"], hosts));
         let types = entry.machine_types.iter().map(|m| [m.key.clone(), m.vcpus.to_string(), format!("{} MiB", m.memory_mib)]);
-        println!("{}", output::table(["MACHINE TYPE", "CPUS", "MEMORY"], types));
+        output::line(output::table(["MACHINE TYPE", "CPUS", "MEMORY"], types));
         if !entry.images.is_empty() {
             let images = entry.images.iter().map(|i| {
                 let digest = if i.sha256.is_empty() { "any".into() } else { i.sha256.chars().take(12).collect() };
                 [i.key.clone(), digest, i.redacted_url.clone()]
             });
-            println!("{}", output::table(["IMAGE", "SHA256", "URL"], images));
+            output::line(output::table(["IMAGE", "SHA256", "URL"], images));
         }
     }
     Ok(())
@@ -334,14 +337,14 @@ pub(super) async fn images(args: ImagesArgs) -> Result<(), Failure> {
         }
     }
     if client.output == Output::Json {
-        println!("{}", output::json("ListImagesResponse", &all)?);
+        output::line(output::json("ListImagesResponse", &all)?);
         return Ok(());
     }
     let rows = all.images.iter().map(|i| {
         let name = if i.key.is_empty() { &i.redacted_url } else { &i.key };
         [output::or_dash(name), i.host.clone(), output::image_state(i), output::bytes(i.bytes_done), output::or_dash(&i.volume)]
     });
-    println!("{}", output::table(["IMAGE", "HOST", "STATE", "SIZE", "VOLUME"], rows));
+    output::line(output::table(["IMAGE", "HOST", "STATE", "SIZE", "VOLUME"], rows));
     for host in &all.unreachable_hosts {
         let error = host.error.clone().unwrap_or_default();
         eprintln!("warning: host {} is not listed: {}: {}", host.host, error.reason, error.message);
