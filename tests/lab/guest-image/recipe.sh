@@ -19,7 +19,7 @@ GUEST_PACKAGES=(
 
 # Loaded by the initrd, in this order: what stands between the kernel and its root file system.
 # The others are there because insmod here is cheaper than udev, modprobe and their tables later.
-GUEST_INITRD_MODULES=(virtio_pci virtio_blk ext4 virtio_net virtio_console isofs af_packet)
+GUEST_INITRD_MODULES=(virtio_pci virtio_blk ext4 virtio_net virtio_console isofs af_packet button evdev)
 
 # Kept of the kernel's modules, beside everything that those depend on: a short list also makes udev's start short.
 GUEST_MODULES=(virtio_pci virtio_blk virtio_net virtio_console virtio_scsi virtio_rng virtio_balloon sr_mod sd_mod
@@ -105,10 +105,10 @@ guest_configure() {
         systemd-binfmt.service systemd-random-seed.service systemd-machine-id-commit.service \
         systemd-journal-flush.service sys-kernel-debug.mount sys-kernel-tracing.mount dev-hugepages.mount \
         dev-mqueue.mount sys-fs-fuse-connections.mount modprobe@.service systemd-tmpfiles-setup-dev.service \
-        networkd-dispatcher.service systemd-logind.service systemd-user-sessions.service \
+        networkd-dispatcher.service systemd-user-sessions.service \
         systemd-ask-password-wall.path systemd-ask-password-console.path systemd-firstboot.service systemd-sysusers.service \
         systemd-modules-load.service systemd-sysctl.service systemd-network-generator.service kmod-static-nodes.service \
-        systemd-remount-fs.service dbus-org.freedesktop.login1.service \
+        systemd-remount-fs.service \
         cloud-init-hotplugd.socket getty.target ldconfig.service systemd-journal-catalog-update.service systemd-update-done.service; do
         ln -sf /dev/null "$r/etc/systemd/system/$u"
     done
@@ -124,20 +124,23 @@ guest_configure() {
     ln -sf /lib/systemd/system/cloud-init.target "$r/etc/systemd/system/multi-user.target.wants/cloud-init.target"
     # Only devices that something waits for; a machine has hundreds of others, each with its rules.
     mkdir -p "$r/etc/systemd/system/systemd-udev-trigger.service.d" "$r/etc/udev/rules.d"
-    printf '[Service]\nExecStart=\nExecStart=-udevadm trigger --type=devices --action=add --subsystem-match=net --subsystem-match=block --subsystem-match=virtio-ports\n' \
+    printf '[Service]\nExecStart=\nExecStart=-udevadm trigger --type=devices --action=add --subsystem-match=net --subsystem-match=block --subsystem-match=virtio-ports --subsystem-match=input\n' \
         >"$r/etc/systemd/system/systemd-udev-trigger.service.d/lab.conf"
-    for u in 50-firmware 55-dm 60-autosuspend 60-drm 60-evdev 60-fido-id 60-infiniband 60-input-id 60-persistent-alsa \
+    for u in 50-firmware 55-dm 60-autosuspend 60-drm 60-evdev 60-fido-id 60-infiniband 60-persistent-alsa \
         60-persistent-input 60-persistent-storage-dm 60-persistent-storage-tape 60-persistent-v4l 60-sensor 60-serial \
-        64-btrfs 66-azure-ephemeral 70-camera 70-joystick 70-memory 70-mouse 70-power-switch 70-touchpad 70-uaccess \
+        64-btrfs 66-azure-ephemeral 70-camera 70-joystick 70-memory 70-mouse 70-touchpad 70-uaccess \
         71-seat 73-seat-late 75-probe_mtd 78-sound-card 80-drivers 81-net-dhcp 85-hwclock 95-dm-notify; do
         ln -sf /dev/null "$r/etc/udev/rules.d/$u.rules"
     done
     rm -f "$r"/usr/lib/tmpfiles.d/{debian,home,journal-nocow,legacy,passwd,provision,systemd-nologin,systemd-pstore,systemd-tmp,var,x11,static-nodes-permissions}.conf
 
     # Ordinary units wait for cloud-init's network stage; the agent can answer long before.
-    mkdir -p "$r/etc/systemd/system/qemu-guest-agent.service.d" "$r/etc/systemd/system/systemd-resolved.service.d"
+    mkdir -p "$r"/etc/systemd/system/{qemu-guest-agent,systemd-resolved,systemd-logind}.service.d
     printf '[Unit]\nDefaultDependencies=no\nConflicts=shutdown.target\nBefore=shutdown.target\n' \
         >"$r/etc/systemd/system/qemu-guest-agent.service.d/lab.conf"
+    # The agent's shutdown and the power button are carried out by it, nothing before that is.
+    printf '[Unit]\nAfter=squid.service systemd-networkd.service cloud-init-local.service\n[Service]\nNice=5\n' \
+        >"$r/etc/systemd/system/systemd-logind.service.d/lab.conf"
     # Names are looked up late or never, so their service does not compete with the way to the first address.
     printf '[Unit]\nAfter=squid.service systemd-networkd.service cloud-init-local.service\n[Service]\nNice=5\n' \
         >"$r/etc/systemd/system/systemd-resolved.service.d/lab.conf"

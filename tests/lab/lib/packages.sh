@@ -63,7 +63,7 @@ missing_packages() {
 
 # Packages of daemons start them where there is an init; the lab must not leave a second sshd, libvirtd or nginx behind.
 with_services_off() {
-    local policy=/usr/sbin/policy-rc.d made= rc=0
+    local policy=/usr/sbin/policy-rc.d made='' rc=0
     if [ ! -e $policy ]; then
         printf '#!/bin/sh\nexit 101\n' >$policy && chmod 755 $policy
         made=1
