@@ -199,12 +199,12 @@ async fn socket_error(endpoint: &Endpoint, session: &Handle<Peer>, error: russh:
         Reason::SocketDenied => format!("user {user} may not use the libvirt socket {socket} on host {host}; add the user to its group"),
         Reason::StreamlocalForwardingDisabled => {
             format!(
-                "sshd on host {host} does not forward to {socket}; set AllowStreamLocalForwarding yes (and DisableForwarding no) for {user}"
+                "sshd on host {host} does not forward to {socket}; set AllowStreamLocalForwarding yes and AllowTcpForwarding local (and DisableForwarding no) for {user}"
             )
         }
         _ => format!(
             "the libvirt socket {socket} on host {host} cannot be opened: start libvirtd or correct `socket`, let user {user} use it, \
-             or set AllowStreamLocalForwarding yes in sshd_config"
+             or set AllowStreamLocalForwarding yes and AllowTcpForwarding local in sshd_config"
         ),
     };
     ProviderError::new(reason, message).on_host(host).with_source(error)

@@ -166,9 +166,13 @@ fn remediation(reason: Reason, host: &Host, entry: &Entry) -> String {
             format!("Let user {user} on {name} use {socket}: add it to the group that owns the socket (usually libvirt).")
         }
         Reason::SocketMissing => format!("Start libvirtd on {name}, or correct hosts[].socket: {socket} does not exist there."),
-        Reason::StreamlocalForwardingDisabled => format!("Set AllowStreamLocalForwarding yes for user {user} in sshd_config on {name}."),
+        Reason::StreamlocalForwardingDisabled => format!(
+            "Set AllowStreamLocalForwarding yes and AllowTcpForwarding local for user {user} in sshd_config on {name} (OpenSSH forwards no socket where AllowTcpForwarding is no)."
+        ),
         Reason::SocketUnavailable => {
-            format!("On {name}: start libvirtd, let user {user} use {socket}, and allow AllowStreamLocalForwarding in sshd_config.")
+            format!(
+                "On {name}: start libvirtd, let user {user} use {socket}, and set AllowStreamLocalForwarding yes and AllowTcpForwarding local in sshd_config."
+            )
         }
         Reason::PoolNotFound => format!(
             "Define the pool on {name}: virsh pool-define-as {pool} dir --target DIR && virsh pool-start {pool} && virsh pool-autostart {pool}."
