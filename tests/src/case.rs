@@ -17,6 +17,7 @@ const MAX_WAIT_SECONDS: u64 = 120;
 #[derive(Debug)]
 pub struct Case {
     name: &'static str,
+    hosts: Vec<String>,
     pub lab: Lab,
     dir: tempfile::TempDir,
     _cleanup: Cleanup,
@@ -24,18 +25,19 @@ pub struct Case {
 
 impl Case {
     /// None, and a line that says why, where there is no lab. `name` is short and made of letters
-    /// and digits, so that no case's names begin with another's.
-    pub fn start(name: &'static str) -> Option<Self> {
+    /// and digits, so that no case's names begin with another's. Only `hosts` are used, and swept.
+    pub fn start(name: &'static str, hosts: &[&str]) -> Option<Self> {
         assert!(name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit()), "{name}");
         let lab = Lab::attach(name)?;
         let dir = tempfile::Builder::new().prefix(&format!("kt-{name}-")).tempdir().expect("a temporary directory");
-        let cleanup = Cleanup::of(&lab, &format!("kt-{name}-"), &format!("kt-{name}"));
-        Some(Self { name, lab, dir, _cleanup: cleanup })
+        let cleanup = Cleanup::of(hosts.iter().map(|h| lab.host(h).clone()).collect(), &format!("kt-{name}-"), &format!("kt-{name}"));
+        let hosts = hosts.iter().map(|h| (*h).to_owned()).collect();
+        Some(Self { name, hosts, lab, dir, _cleanup: cleanup })
     }
 
-    /// The test's own provider entry on these hosts.
-    pub fn entry(&self, hosts: &[&str]) -> EntryFile {
-        EntryFile::of_lab(&self.lab, &self.entry_name(), hosts)
+    /// The test's own provider entry on its hosts.
+    pub fn entry(&self) -> EntryFile {
+        EntryFile::of_lab(&self.lab, &self.entry_name(), &self.hosts)
     }
 
     pub fn entry_name(&self) -> String {
@@ -55,6 +57,11 @@ impl Case {
     /// Starts one of several daemons of a test.
     pub async fn daemon_in(&self, dir: &str, file: impl Into<ProvidersFile>) -> Daemon {
         Daemon::start(&self.subdir(dir), &file.into()).await
+    }
+
+    /// Starts a daemon that logs as much as it can.
+    pub async fn talkative_daemon(&self, file: impl Into<ProvidersFile>) -> Daemon {
+        Daemon::start_talkative(&self.subdir("d"), &file.into()).await
     }
 
     pub fn dir(&self) -> &Path {

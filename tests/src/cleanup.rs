@@ -1,9 +1,9 @@
 //! Nothing that a test made on a host outlives it, whether it passes, panics or was killed the last time.
 
-use crate::lab::{Host, Lab};
+use crate::lab::Host;
 
 /// Removes, now and when dropped, every domain whose name begins with a prefix, the volumes of
-/// such domains, and the base images of one provider entry, on every host of the lab.
+/// such domains, and the base images of one provider entry, on some hosts.
 #[derive(Debug)]
 pub struct Cleanup {
     hosts: Vec<Host>,
@@ -13,8 +13,8 @@ pub struct Cleanup {
 
 impl Cleanup {
     /// Sweeps what an earlier run left before it promises to sweep what this one leaves.
-    pub fn of(lab: &Lab, prefix: &str, entry: &str) -> Self {
-        let cleanup = Self { hosts: lab.hosts.clone(), prefix: prefix.to_owned(), base_prefix: format!("base-{entry}-") };
+    pub fn of(hosts: Vec<Host>, prefix: &str, entry: &str) -> Self {
+        let cleanup = Self { hosts, prefix: prefix.to_owned(), base_prefix: format!("base-{entry}-") };
         cleanup.sweep();
         cleanup
     }

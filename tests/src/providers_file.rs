@@ -56,7 +56,7 @@ impl From<EntryFile> for ProvidersFile {
 
 impl EntryFile {
     /// An entry with these hosts of the lab, the images `tiny` and `tiny-raw`, and small machines.
-    pub fn of_lab(lab: &Lab, name: &str, hosts: &[&str]) -> Self {
+    pub fn of_lab(lab: &Lab, name: &str, hosts: &[String]) -> Self {
         let known = std::fs::read_to_string(&lab.known_hosts).expect("the lab's known_hosts");
         let mut entry = Self::bare(name, &lab.id_ed25519);
         entry.known_hosts = KnownHosts::Lines(known.lines().map(str::to_owned).collect());

@@ -34,12 +34,12 @@ fn complete_bases(case: &Case) -> Vec<String> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_changed_digest_makes_another_base_and_old_vms_keep_theirs() {
-    let Some(case) = Case::start("changed") else { return };
+    let Some(case) = Case::start("changed", &[HOST]) else { return };
     let (first, second) = (ScratchImage::filled(case.dir(), "1.qcow2", 2, 1), ScratchImage::filled(case.dir(), "2.qcow2", 2, 2));
     let server = ImageServer::start().await;
     server.serve("i.qcow2", first.bytes(), [Answer::Whole]);
     let entry = |sha256: &str| {
-        case.entry(&[HOST]).image("i", json!({ "url": server.url("i.qcow2"), "sha256": sha256, "format": "qcow2", "firmware": "bios" }))
+        case.entry().image("i", json!({ "url": server.url("i.qcow2"), "sha256": sha256, "format": "qcow2", "firmware": "bios" }))
     };
     let mut daemon = case.daemon(entry(&first.sha256)).await;
     let host = case.host(HOST);
@@ -63,13 +63,13 @@ async fn a_changed_digest_makes_another_base_and_old_vms_keep_theirs() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_mistyped_digest_is_one_refused_download_and_touches_nothing() {
-    let Some(case) = Case::start("mistyped") else { return };
+    let Some(case) = Case::start("mistyped", &[HOST]) else { return };
     let image = ScratchImage::filled(case.dir(), "i.qcow2", 2, 1);
     let server = ImageServer::start().await;
     server.serve("i.qcow2", image.bytes(), [Answer::Whole]);
     let description = |sha256: &str| json!({ "url": server.url("i.qcow2"), "sha256": sha256, "format": "qcow2", "firmware": "bios" });
     let mistyped = "0".repeat(64);
-    let entry = case.entry(&[HOST]).image("good", description(&image.sha256)).image("bad", description(&mistyped));
+    let entry = case.entry().image("good", description(&image.sha256)).image("bad", description(&mistyped));
     let daemon = case.daemon(entry).await;
     let clients = daemon.clients();
     clients.create(request(&case.vm("good"), HOST, "good")).await.expect("created");
@@ -83,11 +83,11 @@ async fn a_mistyped_digest_is_one_refused_download_and_touches_nothing() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_disk_smaller_than_the_image_is_refused_before_anything_is_left() {
-    let Some(case) = Case::start("small") else { return };
+    let Some(case) = Case::start("small", &[HOST]) else { return };
     let image = ScratchImage::qcow2(case.dir(), "i.qcow2", "4G");
     let server = ImageServer::start().await;
     server.serve("i.qcow2", image.bytes(), [Answer::Whole]);
-    let entry = case.entry(&[HOST]).image("i", json!({ "url": server.url("i.qcow2"), "sha256": image.sha256, "firmware": "bios" }));
+    let entry = case.entry().image("i", json!({ "url": server.url("i.qcow2"), "sha256": image.sha256, "firmware": "bios" }));
     let daemon = case.daemon(entry).await;
     let vm = case.vm("a");
     for _ in 0..2 {
@@ -100,7 +100,7 @@ async fn a_disk_smaller_than_the_image_is_refused_before_anything_is_left() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_no_safe_image_of_the_declared_format_is_refused_and_leaves_nothing() {
-    let Some(case) = Case::start("unsafe") else { return };
+    let Some(case) = Case::start("unsafe", &[HOST]) else { return };
     let server = ImageServer::start().await;
     let plain = ScratchImage::qcow2(case.dir(), "plain.qcow2", "16M").bytes();
     let backed = ScratchImage::with_backing_file(case.dir(), "backed.qcow2", "/etc/passwd").bytes();
@@ -121,7 +121,7 @@ async fn what_is_no_safe_image_of_the_declared_format_is_refused_and_leaves_noth
         ("forbidden", vec![Reason::ImageForbidden]),
         ("busy", vec![Reason::ImageSourceUnavailable]),
     ];
-    let mut entry = case.entry(&[HOST]);
+    let mut entry = case.entry();
     for (path, _) in &cases {
         entry = entry.image(path, json!({ "url": server.url(path), "firmware": "bios" }));
     }
@@ -143,11 +143,11 @@ async fn what_is_no_safe_image_of_the_declared_format_is_refused_and_leaves_noth
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_body_that_breaks_off_is_resumed_where_it_broke() {
-    let Some(case) = Case::start("resume") else { return };
+    let Some(case) = Case::start("resume", &[HOST]) else { return };
     let image = ScratchImage::filled(case.dir(), "i.qcow2", 4, 1);
     let server = ImageServer::start().await;
     server.serve("i.qcow2", image.bytes(), [Answer::Truncated(1 << 20), Answer::ResetAt(2 << 20), Answer::Whole]);
-    let entry = case.entry(&[HOST]).image("i", json!({ "url": server.url("i.qcow2"), "sha256": image.sha256, "firmware": "bios" }));
+    let entry = case.entry().image("i", json!({ "url": server.url("i.qcow2"), "sha256": image.sha256, "firmware": "bios" }));
     let daemon = case.daemon(entry).await;
     daemon.clients().create(request(&case.vm("a"), HOST, "i")).await.expect("created");
     let gets: Vec<_> = server.seen().into_iter().filter(|s| s.method == "GET").collect();
@@ -160,7 +160,7 @@ async fn a_body_that_breaks_off_is_resumed_where_it_broke() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_head_that_is_refused_or_wrong_is_no_verdict() {
-    let Some(case) = Case::start("head") else { return };
+    let Some(case) = Case::start("head", &[HOST]) else { return };
     let image = ScratchImage::filled(case.dir(), "i.qcow2", 1, 1);
     let server = ImageServer::start().await;
     for (path, head) in [("a", Answer::Status(405, vec![])), ("b", Answer::Status(403, vec![])), ("c", Answer::Announced(0))] {
@@ -168,7 +168,7 @@ async fn a_head_that_is_refused_or_wrong_is_no_verdict() {
         server.set_head(path, head);
     }
     let describe = |path: &str| json!({ "url": server.url(path), "sha256": image.sha256, "firmware": "bios" });
-    let entry = case.entry(&[HOST]).image("a", describe("a")).image("b", describe("b")).image("c", describe("c"));
+    let entry = case.entry().image("a", describe("a")).image("b", describe("b")).image("c", describe("c"));
     let daemon = case.daemon(entry).await;
     for path in ["a", "b", "c"] {
         daemon.clients().create(request(&case.vm(path), HOST, path)).await.expect(path);
@@ -177,11 +177,11 @@ async fn a_head_that_is_refused_or_wrong_is_no_verdict() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn two_daemons_on_a_cold_cache_each_boot_from_a_whole_base() {
-    let Some(case) = Case::start("race") else { return };
+    let Some(case) = Case::start("race", &[HOST]) else { return };
     let image = ScratchImage::filled(case.dir(), "i.qcow2", 8, 1);
     let server = ImageServer::start().await;
     server.serve("i.qcow2", image.bytes(), [Answer::GateAt(3 << 20)]);
-    let entry = || case.entry(&[HOST]).image("i", json!({ "url": server.url("i.qcow2"), "sha256": image.sha256, "firmware": "bios" }));
+    let entry = || case.entry().image("i", json!({ "url": server.url("i.qcow2"), "sha256": image.sha256, "firmware": "bios" }));
     let (one, two) = (case.daemon_in("one", entry()).await, case.daemon_in("two", entry()).await);
     let (a, b) = (case.vm("a"), case.vm("b"));
     let creating = [(&one, &a), (&two, &b)].map(|(daemon, vm)| {
@@ -201,11 +201,11 @@ async fn two_daemons_on_a_cold_cache_each_boot_from_a_whole_base() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_daemon_killed_in_a_pull_left_is_never_booted_from() {
-    let Some(case) = Case::start("killed") else { return };
+    let Some(case) = Case::start("killed", &[HOST]) else { return };
     let image = ScratchImage::filled(case.dir(), "i.qcow2", 8, 1);
     let server = ImageServer::start().await;
     server.serve("i.qcow2", image.bytes(), [Answer::GateAt(3 << 20), Answer::Whole]);
-    let entry = case.entry(&[HOST]).image("i", json!({ "url": server.url("i.qcow2"), "sha256": image.sha256, "firmware": "bios" }));
+    let entry = case.entry().image("i", json!({ "url": server.url("i.qcow2"), "sha256": image.sha256, "firmware": "bios" }));
     let mut daemon = case.daemon(entry).await;
     let vm = case.vm("a");
     let no_wait = CreateRequest { max_wait: seconds(0), ..request(&vm, HOST, "i") };
@@ -231,17 +231,17 @@ async fn what_a_daemon_killed_in_a_pull_left_is_never_booted_from() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_image_by_url_is_fetched_only_where_policy_allows() {
-    let Some(case) = Case::start("url") else { return };
+    let Some(case) = Case::start("url", &[HOST]) else { return };
     let image = ScratchImage::filled(case.dir(), "i.qcow2", 1, 1);
     let server = ImageServer::start().await;
     server.serve("i.qcow2", image.bytes(), [Answer::Whole]);
     server.serve("away", Vec::new(), [Answer::Redirect(302, "http://169.254.169.254/latest/meta-data".into())]);
     let (plain, away) = (server.url("i.qcow2"), server.url("away"));
-    let daemon = case.daemon(case.entry(&[HOST])).await;
+    let daemon = case.daemon(case.entry()).await;
     refused(daemon.clients().create(request(&case.vm("a"), HOST, &plain)).await, Reason::ImageUrlForbidden);
     assert_eq!(server.seen(), [], "not even asked");
     drop(daemon);
-    let daemon = case.daemon_in("open", case.entry(&[HOST]).set("urlPolicy", json!({ "allow": ["127.0.0.1"] }))).await;
+    let daemon = case.daemon_in("open", case.entry().set("urlPolicy", json!({ "allow": ["127.0.0.1"] }))).await;
     let clients = daemon.clients();
     clients.create(request(&case.vm("a"), HOST, &plain)).await.expect("an allowed mirror");
     refused(clients.create(request(&case.vm("b"), HOST, &away)).await, Reason::ImageUrlForbidden);

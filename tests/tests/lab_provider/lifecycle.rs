@@ -23,7 +23,7 @@ fn id(vm: &str) -> String {
 
 /// The test's entry with an image that boots.
 fn entry(case: &Case, image: &str) -> EntryFile {
-    case.entry(&[HOST]).lab_image(&case.lab, image).set("diskSizeGb", 3)
+    case.entry().lab_image(&case.lab, image).set("diskSizeGb", 3)
 }
 
 fn request(case: &Case, vm: &str, image: &str) -> CreateRequest {
@@ -95,7 +95,7 @@ async fn guest_runs(case: &Case, vm: &str, program: &str, args: &[&str]) -> bool
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_vm_is_created_boots_proxies_and_is_deleted_without_a_trace() {
-    let Some(case) = Case::start("life") else { return };
+    let Some(case) = Case::start("life", &[HOST]) else { return };
     let daemon = case.daemon(entry(&case, "debian")).await;
     let clients = daemon.clients();
     let host = case.host(HOST);
@@ -170,7 +170,7 @@ async fn a_vm_is_created_boots_proxies_and_is_deleted_without_a_trace() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_guest_without_an_agent_still_gets_its_address_read() {
-    let Some(case) = Case::start("noagent") else { return };
+    let Some(case) = Case::start("noagent", &[HOST]) else { return };
     let daemon = case.daemon(entry(&case, "noagent")).await;
     let clients = daemon.clients();
     let vm = case.vm("a");
@@ -182,7 +182,7 @@ async fn a_guest_without_an_agent_still_gets_its_address_read() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn clones_of_an_image_with_a_baked_machine_id_get_addresses_of_their_own() {
-    let Some(case) = Case::start("baked") else { return };
+    let Some(case) = Case::start("baked", &[HOST]) else { return };
     let daemon = case.daemon(entry(&case, "baked")).await;
     let clients = daemon.clients();
     let (a, b) = (case.vm("a"), case.vm("b"));
@@ -196,7 +196,7 @@ async fn clones_of_an_image_with_a_baked_machine_id_get_addresses_of_their_own()
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_address_of_another_interface_of_the_guest_is_not_taken_for_its_own() {
-    let Some(case) = Case::start("dummy") else { return };
+    let Some(case) = Case::start("dummy", &[HOST]) else { return };
     let daemon = case.daemon(entry(&case, "dummy")).await;
     let clients = daemon.clients();
     let vm = case.vm("a");

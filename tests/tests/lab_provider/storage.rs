@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use egress_provider_proto::v1::{
-    CreateRequest, ErrorReason as Reason, InstancePhase, InstanceState, StateReason, create_response, delete_response,
+    CloudInit, CreateRequest, ErrorReason as Reason, InstancePhase, InstanceState, StateReason, create_response, delete_response,
 };
 use lab_tests::case::{request, uid_of};
 use lab_tests::lab::Host;
@@ -40,8 +40,8 @@ fn document(host: &Host, name: &str) -> String {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn ten_lifecycles_in_a_row_leave_only_the_cached_base() {
-    let Some(case) = Case::start("ten") else { return };
-    let daemon = case.daemon(case.entry(&[HOST])).await;
+    let Some(case) = Case::start("ten", &[HOST]) else { return };
+    let daemon = case.daemon(case.entry()).await;
     let clients = daemon.clients();
     let vm = case.vm("a");
     for round in 0..10 {
@@ -59,8 +59,8 @@ async fn ten_lifecycles_in_a_row_leave_only_the_cached_base() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_same_key_again_gives_the_same_id_and_makes_nothing() {
-    let Some(case) = Case::start("again") else { return };
-    let daemon = case.daemon(case.entry(&[HOST])).await;
+    let Some(case) = Case::start("again", &[HOST]) else { return };
+    let daemon = case.daemon(case.entry()).await;
     let clients = daemon.clients();
     let vm = case.vm("a");
     // at the same time: one makes it, the others join
@@ -76,8 +76,8 @@ async fn the_same_key_again_gives_the_same_id_and_makes_nothing() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn another_uid_or_spec_hash_is_refused_and_changes_nothing() {
-    let Some(case) = Case::start("owner") else { return };
-    let daemon = case.daemon(case.entry(&[HOST])).await;
+    let Some(case) = Case::start("owner", &[HOST]) else { return };
+    let daemon = case.daemon(case.entry()).await;
     let clients = daemon.clients();
     let vm = case.vm("a");
     clients.create(case.request(&vm, HOST)).await.expect("created");
@@ -100,8 +100,8 @@ async fn another_uid_or_spec_hash_is_refused_and_changes_nothing() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_domain_that_is_not_ours_survives_every_rpc() {
-    let Some(case) = Case::start("foreign") else { return };
-    let daemon = case.daemon(case.entry(&[HOST])).await;
+    let Some(case) = Case::start("foreign", &[HOST]) else { return };
+    let daemon = case.daemon(case.entry()).await;
     let clients = daemon.clients();
     let host = case.host(HOST);
     let theirs = [
@@ -131,7 +131,7 @@ async fn a_domain_that_is_not_ours_survives_every_rpc() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_domain_and_a_base_of_the_predecessor_are_adopted_as_they_are() {
-    let Some(case) = Case::start("adopt") else { return };
+    let Some(case) = Case::start("adopt", &[HOST]) else { return };
     let host = case.host(HOST);
     let tiny = case.lab.image("tiny");
     // as the predecessor left them: a base under its name with its marker, an overlay, a defined domain
@@ -149,7 +149,7 @@ async fn a_domain_and_a_base_of_the_predecessor_are_adopted_as_they_are() {
     );
     define(host, &old, &mark, Some(overlay_on_host.trim()));
 
-    let daemon = case.daemon(case.entry(&[HOST])).await;
+    let daemon = case.daemon(case.entry()).await;
     let clients = daemon.clients();
     let instance = clients.get(&id(&old), &uid).await.expect("adopted");
     assert_eq!((instance.uid.as_str(), instance.state()), (uid.as_str(), InstanceState::Stopped));
@@ -173,8 +173,8 @@ async fn a_domain_and_a_base_of_the_predecessor_are_adopted_as_they_are() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_volume_that_is_in_the_way_is_named_and_kept() {
-    let Some(case) = Case::start("volume") else { return };
-    let daemon = case.daemon(case.entry(&[HOST])).await;
+    let Some(case) = Case::start("volume", &[HOST]) else { return };
+    let daemon = case.daemon(case.entry()).await;
     let clients = daemon.clients();
     let host = case.host(HOST);
     let vm = case.vm("a");
@@ -188,8 +188,8 @@ async fn a_volume_that_is_in_the_way_is_named_and_kept() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_paused_vm_is_reported_as_paused_and_neither_resumed_nor_destroyed() {
-    let Some(case) = Case::start("paused") else { return };
-    let daemon = case.daemon(case.entry(&[HOST])).await;
+    let Some(case) = Case::start("paused", &[HOST]) else { return };
+    let daemon = case.daemon(case.entry()).await;
     let clients = daemon.clients();
     let host = case.host(HOST);
     let vm = case.vm("a");
@@ -206,8 +206,8 @@ async fn a_paused_vm_is_reported_as_paused_and_neither_resumed_nor_destroyed() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stopped_vm_is_started_again_with_its_own_disk_and_a_lost_disk_is_an_error() {
-    let Some(case) = Case::start("stopped") else { return };
-    let daemon = case.daemon(case.entry(&[HOST])).await;
+    let Some(case) = Case::start("stopped", &[HOST]) else { return };
+    let daemon = case.daemon(case.entry()).await;
     let clients = daemon.clients();
     let host = case.host(HOST);
     let vm = case.vm("a");
@@ -229,8 +229,8 @@ async fn a_stopped_vm_is_started_again_with_its_own_disk_and_a_lost_disk_is_an_e
 
 #[tokio::test(flavor = "multi_thread")]
 async fn delete_needs_no_id_and_is_idempotent_and_removes_what_a_lost_domain_left() {
-    let Some(case) = Case::start("bykey") else { return };
-    let daemon = case.daemon(case.entry(&[HOST])).await;
+    let Some(case) = Case::start("bykey", &[HOST]) else { return };
+    let daemon = case.daemon(case.entry()).await;
     let clients = daemon.clients();
     let host = case.host(HOST);
     let vm = case.vm("a");
@@ -255,9 +255,9 @@ async fn delete_needs_no_id_and_is_idempotent_and_removes_what_a_lost_domain_lef
 
 #[tokio::test(flavor = "multi_thread")]
 async fn nvram_saved_memory_and_snapshots_do_not_keep_a_vm_from_being_deleted() {
-    let Some(case) = Case::start("nvram") else { return };
+    let Some(case) = Case::start("nvram", &[HOST]) else { return };
     let uefi = json!({ "url": case.lab.image("tiny").url, "sha256": case.lab.image("tiny").sha256, "firmware": "uefi" });
-    let daemon = case.daemon(case.entry(&[HOST]).image("uefi", uefi)).await;
+    let daemon = case.daemon(case.entry().image("uefi", uefi)).await;
     let clients = daemon.clients();
     let host = case.host(HOST);
     let (saved, snapshotted) = (case.vm("saved"), case.vm("snap"));
@@ -279,8 +279,8 @@ async fn nvram_saved_memory_and_snapshots_do_not_keep_a_vm_from_being_deleted() 
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_listing_has_the_instances_of_its_installation_by_host_and_name_in_pages() {
-    let Some(case) = Case::start("list") else { return };
-    let daemon = case.daemon(case.entry(&["hv1", HOST])).await;
+    let Some(case) = Case::start("list", &["hv1", HOST]) else { return };
+    let daemon = case.daemon(case.entry()).await;
     let clients = daemon.clients();
     let names: Vec<_> = ["a", "b", "c"].map(|n| case.vm(n)).into();
     for (name, zone) in names.iter().zip([HOST, "hv1", HOST]) {
@@ -315,12 +315,12 @@ async fn a_listing_has_the_instances_of_its_installation_by_host_and_name_in_pag
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_killed_daemon_left_is_seen_by_list_and_completed_by_create_or_removed_by_delete() {
-    let Some(case) = Case::start("crash") else { return };
+    let Some(case) = Case::start("crash", &[HOST]) else { return };
     // the pull stops half way, so that both Creates are cut off with their domain defined and no volume of theirs made
     let server = lab_tests::ImageServer::start().await;
     let image = std::fs::read(&case.lab.image("tiny").path).expect("the image");
     server.serve("tiny.qcow2", image, [lab_tests::Answer::GateAt(100_000)]);
-    let entry = case.entry(&[HOST]).image_set("tiny", "url", server.url("tiny.qcow2"));
+    let entry = case.entry().image_set("tiny", "url", server.url("tiny.qcow2"));
     let mut daemon = case.daemon(entry).await;
     let (kept, dropped) = (case.vm("kept"), case.vm("dropped"));
     let clients = daemon.clients();
@@ -355,11 +355,11 @@ async fn what_a_killed_daemon_left_is_seen_by_list_and_completed_by_create_or_re
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_delete_ends_a_running_create_and_nothing_is_left() {
-    let Some(case) = Case::start("cancel") else { return };
+    let Some(case) = Case::start("cancel", &[HOST]) else { return };
     let server = lab_tests::ImageServer::start().await;
     let image = std::fs::read(&case.lab.image("tiny").path).expect("the image");
     server.serve("tiny.qcow2", image, [lab_tests::Answer::GateAt(100_000)]);
-    let daemon = case.daemon(case.entry(&[HOST]).image_set("tiny", "url", server.url("tiny.qcow2"))).await;
+    let daemon = case.daemon(case.entry().image_set("tiny", "url", server.url("tiny.qcow2"))).await;
     let clients = daemon.clients();
     let vm = case.vm("a");
     let creating = tokio::spawn({
@@ -389,11 +389,11 @@ async fn a_delete_ends_a_running_create_and_nothing_is_left() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_caller_that_goes_away_ends_its_wait_and_not_the_work() {
-    let Some(case) = Case::start("gone") else { return };
+    let Some(case) = Case::start("gone", &[HOST]) else { return };
     let server = lab_tests::ImageServer::start().await;
     let image = std::fs::read(&case.lab.image("tiny").path).expect("the image");
     server.serve("tiny.qcow2", image, [lab_tests::Answer::GateAt(100_000)]);
-    let daemon = case.daemon(case.entry(&[HOST]).image_set("tiny", "url", server.url("tiny.qcow2"))).await;
+    let daemon = case.daemon(case.entry().image_set("tiny", "url", server.url("tiny.qcow2"))).await;
     let clients = daemon.clients();
     let vm = case.vm("a");
     let creating = tokio::spawn({
@@ -411,4 +411,28 @@ async fn a_caller_that_goes_away_ends_its_wait_and_not_the_work() {
     .await;
     let again = clients.create(case.request(&vm, HOST)).await.expect("found");
     assert_eq!(again.outcome(), create_response::Outcome::Existing);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn user_data_reaches_the_seed_byte_for_byte_and_no_log() {
+    let Some(case) = Case::start("secret", &[HOST]) else { return };
+    let daemon = case.talkative_daemon(case.entry()).await;
+    let clients = daemon.clients();
+    let vm = case.vm("a");
+    let user_data = b"#cloud-config\r\npassword: s3cr3t-d0-n0t-sh0w\0\xff\n".to_vec();
+    let cloud_init = Some(CloudInit { user_data: user_data.clone() });
+    clients.create(CreateRequest { cloud_init, ..case.request(&vm, HOST) }).await.expect("created");
+    clients.get(&id(&vm), &uid_of(&vm)).await.expect("read");
+    let seed = std::fs::read(case.host(HOST).volume_path("default", &format!("{vm}-seed.iso"))).expect("the seed");
+    assert!(seed.windows(user_data.len()).any(|part| part == user_data), "the user-data is not in the seed as it is");
+    let document = document(case.host(HOST), &vm);
+    clients.delete(&id(&vm), &uid_of(&vm)).await.expect("deleted");
+    let log = daemon.log();
+    assert!(log.contains(&vm), "the log is there");
+    let key = std::fs::read_to_string(&case.lab.id_ed25519).expect("the key");
+    let key_line = key.lines().nth(1).expect("a line of the key");
+    for secret in ["s3cr3t-d0-n0t-sh0w", key_line] {
+        assert!(!log.contains(secret), "a secret in the log");
+        assert!(!document.contains(secret), "a secret in the domain's document");
+    }
 }
