@@ -206,6 +206,8 @@ pub struct ListPage {
 #[derive(Debug, Clone)]
 pub struct ListedInstance {
     pub id: InstanceId,
+    /// The entry it was made for; empty for one of the predecessor.
+    pub entry: String,
     pub uid: String,
     pub installation_id: String,
     pub spec_hash: String,

@@ -28,6 +28,8 @@ use super::http::Source;
 use super::origin::{self, Origin, url_sha256};
 use super::publish::{Progress, Publish};
 use super::{Base, Found, ImageRef, ImageState, ImageStatus, STALL, Wanted};
+use tracing::Instrument;
+
 use crate::config::{Entry, ImageFormat, ImageUrl, Sha256Hex};
 use crate::error::{Class, ProviderError, Reason, Result};
 use crate::hypervisor::{CallError, Connect, HostId, Hypervisor, PoolRef, VolumeRef, code};
@@ -215,13 +217,22 @@ impl ImageCache {
         let (phase, seen) = watch::channel(Phase::Looking);
         let pull = Pull { shared: shared.clone(), phase: seen };
         let cache = self.clone();
-        let task = self.tasks.spawn(async move {
+        // under the span of the caller that was first
+        let span = tracing::info_span!(
+            "kvm2.download",
+            kvm2.host = %shared.wanted.host.name,
+            kvm2.image = %shared.wanted.image.key,
+            server.address = shared.wanted.image.url.url().host_str().unwrap_or_default(),
+            kvm2.sha256_configured = shared.wanted.image.sha256.is_some(),
+        );
+        let work = async move {
             let result = cache.obtain(&shared, &phase).await;
             if let Err(e) = &result {
                 tracing::warn!(host = %shared.wanted.host.name, image = %shared.wanted.image.key, reason = ?e.reason(), error = %e.chain(), "image pull failed");
             }
             phase.send_replace(Phase::Ended { result, at: Instant::now() });
-        });
+        };
+        let task = self.tasks.spawn(work.instrument(span));
         pulls.insert(key, Running { pull: pull.clone(), task: task.abort_handle() });
         pull
     }

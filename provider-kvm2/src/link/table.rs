@@ -16,6 +16,8 @@ use tokio_util::task::TaskTracker;
 use super::credentials::Credentials;
 use super::dial::{Dialler, Endpoint};
 use super::state::LinkKind;
+use tracing::Instrument;
+
 use crate::config::{Config, ConfigHandle};
 use crate::error::{ProviderError, Reason, Result};
 use crate::hypervisor::observed::Observed;
@@ -117,7 +119,7 @@ impl HostTable {
     fn start_control_dial(&self, slot: Arc<Slot>) -> Dial {
         let (done, result) = oneshot::channel();
         let dialler = self.dialler.clone();
-        self.dialler.tracker.spawn(async move {
+        let work = async move {
             let outcome = dial(&dialler, &slot, LinkKind::Control).await;
             // before the waiters wake: an error is theirs alone, the next caller dials again
             *lock(&slot.control) = match &outcome {
@@ -125,7 +127,9 @@ impl HostTable {
                 Err(_) => Control::Down,
             };
             let _ = done.send(outcome);
-        });
+        };
+        // under the span of the caller that was first
+        self.dialler.tracker.spawn(work.in_current_span());
         let cut_short = || ProviderError::new(Reason::ShuttingDown, "the dial was cut short; try again");
         result.map(move |r| r.unwrap_or_else(|_| Err(cut_short()))).boxed().shared()
     }

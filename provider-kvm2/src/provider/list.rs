@@ -38,7 +38,8 @@ struct HostListing {
 
 impl Provider {
     pub(super) async fn list_instances(&self, request: ListRequest) -> Result<ListPage> {
-        let entry = placement::entry(&self.config.current(), &request.entry)?;
+        let config = self.config.current();
+        let entry = placement::entry(&config, &request.entry)?;
         let after = Cursor::parse(&request.page_token, &entry)?;
         let size = match request.page_size {
             0 => DEFAULT_PAGE,
@@ -81,6 +82,11 @@ impl Provider {
             };
             for instance in listing.instances {
                 if after.as_ref().is_some_and(|c| c.host == index && *instance.id.name.as_str() <= *c.name) {
+                    continue;
+                }
+                // two entries may share a host; what an entry that was renamed has left belongs to all of them
+                let others = |e: &Arc<Entry>| e.name == instance.entry && e.name != entry.name;
+                if config.entries.iter().any(others) {
                     continue;
                 }
                 if !request.installation_id.is_empty() && instance.installation_id != request.installation_id {
@@ -163,6 +169,7 @@ async fn read_mark(hv: &dyn Hypervisor, host: &Host, domain: DomainRef) -> Resul
 fn listed(id: InstanceId, mark: Mark) -> ListedInstance {
     ListedInstance {
         id,
+        entry: mark.entry,
         uid: mark.uid,
         installation_id: mark.installation_id,
         spec_hash: mark.spec_hash,

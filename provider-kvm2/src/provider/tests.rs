@@ -603,3 +603,29 @@ async fn delete_by_id_removes_what_a_lost_domain_left_unless_another_domain_uses
     assert_eq!(deleted.removed.iter().map(|r| r.name.as_str()).collect::<Vec<_>>(), ["vm-1.qcow2", "vm-1-seed.iso"]);
     assert!(bench.vm_volumes().is_empty());
 }
+
+#[tokio::test(start_paused = true)]
+async fn entries_that_share_a_host_list_their_own_instances() {
+    let bench = Bench::warm();
+    let other = Entry { name: "other".into(), ..entry() };
+    let config = ConfigHandle::fixed(Config { entries: vec![Arc::new(entry()), Arc::new(other)] });
+    let id = |entry: &str| HostId { entry: entry.into(), host: "hv1".into() };
+    let connect = MemoryConnect::new([(id("lab"), bench.host.clone()), (id("other"), bench.host.clone())]);
+    let images = ImageCache::new(connect.clone(), Metrics::new());
+    let provider = Provider::new(config, connect, images, "a".into());
+    provider.create(CreateRequest { entry: "lab".into(), ..create("vm-1", "u1") }).await.expect("created");
+    let of = |entry: &str| provider.list(ListRequest { entry: entry.into(), ..list() });
+    assert_eq!(of("lab").await.expect("listed").instances.len(), 1);
+    assert_eq!(of("other").await.expect("listed").instances.len(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_domain_that_vanishes_in_the_middle_of_get_is_not_found() {
+    for call in ["domain_metadata", "domain_state", "domain_xml", "domain_interfaces"] {
+        let bench = Bench::warm();
+        let provider = bench.daemon("a");
+        provider.create(create("vm-1", "u1")).await.expect("created");
+        bench.host.fail_next(call, CallFailure::Libvirt { code: 42, domain: 10, message: "Domain not found".into() });
+        assert_eq!(reason(provider.get("", by_key("vm-1", "u1")).await), Reason::InstanceNotFound, "{call}");
+    }
+}
