@@ -1,8 +1,8 @@
 //! The providers file: what a person configures, checked once, then trusted.
 //!
-//! [`load`] reads the predecessor's `providers:` file (entries of type `kvm2`;
+//! [`load()`] reads the predecessor's `providers:` file (entries of type `kvm2`;
 //! other types are skipped with one line), applies environment overrides and
-//! reports all faults together, each with file, path and value. [`watch`] keeps a
+//! reports all faults together, each with file, path and value. [`watch`](mod@watch) keeps a
 //! [`ConfigHandle`] current; a broken new file is refused whole.
 
 use std::collections::BTreeMap;

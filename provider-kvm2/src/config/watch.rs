@@ -1,5 +1,5 @@
 //! Keeps the configuration current: the file is looked at every
-//! [`WATCH_INTERVAL`](super::WATCH_INTERVAL), one `stat` each time.
+//! [`WATCH_INTERVAL`], one `stat` each time.
 //!
 //! A changed file is read once it has looked the same twice in a row, so a writer
 //! in the middle of it is not taken for a shorter configuration. A broken file is
