@@ -16,14 +16,24 @@ pub struct Usage {
 
 impl Usage {
     pub fn of(pid: i32) -> Self {
-        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_else(|e| panic!("process {pid}: {e}"));
-        let field = |name: &str| {
-            let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_else(|| panic!("no {name} of process {pid}"));
-            line.split_whitespace().next().and_then(|n| n.parse().ok()).unwrap_or_else(|| panic!("{name} of process {pid}: {line}"))
-        };
+        let status = status_of(pid);
         let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count);
-        Self { threads: field("Threads:"), descriptors, resident_kib: field("VmRSS:") }
+        Self { threads: field(&status, "Threads:"), descriptors, resident_kib: field(&status, "VmRSS:") }
     }
+
+    /// The most memory that the process ever had resident.
+    pub fn peak_kib(pid: i32) -> u64 {
+        field(&status_of(pid), "VmHWM:")
+    }
+}
+
+fn status_of(pid: i32) -> String {
+    fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_else(|e| panic!("process {pid}: {e}"))
+}
+
+fn field(status: &str, name: &str) -> u64 {
+    let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_else(|| panic!("no {name} in {status}"));
+    line.split_whitespace().next().and_then(|n| n.parse().ok()).unwrap_or_else(|| panic!("{name} {line}"))
 }
 
 /// Processes of SSH connections to a host, its listener not counted.

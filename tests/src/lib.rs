@@ -14,6 +14,7 @@
 //!                          built binary ─────┘
 //! ```
 
+pub mod bench;
 pub mod case;
 pub mod cleanup;
 pub mod clients;

@@ -1,0 +1,191 @@
+//! A warm Create to a running domain against a script of virsh commands that does the same,
+//! and how many round trips to the host each waits for.
+
+use std::time::{Duration, Instant};
+
+use crate::case::{request, uid_of};
+use crate::clients::Clients;
+use crate::fault_proxy::FaultProxy;
+use crate::lab::Host;
+
+use super::report::{Figure, Limit, Unit};
+use super::rig::{HOST, Rig};
+use super::rival::Rival;
+use super::series::{Series, timed};
+
+const RIVAL: &str = "kt-bench-rival";
+/// Of each direction, where round trips are told from the time that they take.
+const DELAY: Duration = Duration::from_millis(50);
+/// As long as the delay is in force, a script of virsh commands takes many seconds.
+const DELAYED_RIVAL_ROUNDS: usize = 3;
+
+pub async fn measure(rig: &Rig) -> Vec<Figure> {
+    let daemon = rig.daemon("create", rig.entry()).await;
+    let clients = daemon.clients();
+    let script = Script::like_a_vm_of_ours(rig, &clients).await;
+    let rival = rig.rival();
+    let (mut ours, mut each, mut session) = (Series::default(), Series::default(), Series::default());
+    for round in 0..2 * rig.rounds {
+        let us = async { create_and_delete(rig, &clients, round).await };
+        let them = async { (script.one_by_one(&rival), script.in_one_session(&rival)) };
+        let (us, (a, b)) = if Rig::ours_first(round) {
+            let us = us.await;
+            (us, them.await)
+        } else {
+            let them = them.await;
+            (us.await, them)
+        };
+        ours.push_seconds(us);
+        each.push_seconds(a);
+        session.push_seconds(b);
+    }
+    let time = Figure::new("Warm Create to a running domain")
+        .line("Create", Unit::Seconds, &ours)
+        .line("script: five virsh commands", Unit::Seconds, &each)
+        .judged("ratio to the script", Unit::Plain, &ours.over(&each), Limit(0.5))
+        .line("the same commands in one virsh session", Unit::Seconds, &session)
+        .line("ratio to the session", Unit::Plain, &ours.over(&session))
+        .note("the script's seed and domain document are made beforehand and not counted");
+    drop(daemon);
+    vec![time, round_trips(rig, &script).await]
+}
+
+/// Counted by a proxy between daemon and host, which also makes the way long.
+async fn round_trips(rig: &Rig, script: &Script) -> Figure {
+    let host = rig.host();
+    let proxy = FaultProxy::to(format!("{}:{}", host.address, host.port)).await;
+    // at debug the log names each call
+    let daemon = rig.case.daemon_in("create-far", rig.entry().via(HOST, proxy.addr())).await;
+    let clients = daemon.clients();
+    create_and_delete(rig, &clients, 0).await;
+    let rival = Rival::to(&rig.case.lab, host, Some(proxy.addr()), &rig.dir("rival-far"));
+
+    let (mut turns, mut calls, mut waited, mut far) = (Series::default(), Series::default(), Series::default(), Series::default());
+    let mut named = String::new();
+    for round in 0..rig.rounds {
+        let vm = rig.case.vm(&format!("far{round}"));
+        let (before, logged) = (proxy.counts(), daemon.log().len());
+        let near = create(&clients, &vm).await;
+        turns.push((proxy.counts().round_trips - before.round_trips) as f64);
+        let log = daemon.log();
+        let made = calls_in(&log[logged..]);
+        calls.push(made.len() as f64);
+        named = made.join(" ");
+        delete(&clients, &vm).await;
+
+        proxy.delay(DELAY);
+        let delayed = create(&clients, &vm).await;
+        proxy.delay(Duration::ZERO);
+        delete(&clients, &vm).await;
+        far.push_seconds(delayed);
+        waited.push((delayed.as_secs_f64() - near.as_secs_f64()) / (2.0 * DELAY.as_secs_f64()));
+    }
+    proxy.delay(DELAY);
+    let (mut each, mut session) = (Series::default(), Series::default());
+    for _ in 0..DELAYED_RIVAL_ROUNDS.min(rig.rounds) {
+        // a thread of its own: the proxy goes on beside it
+        let (script, rival) = (script.clone(), rival.clone());
+        let work = move || (script.one_by_one(&rival), script.in_one_session(&rival));
+        let (a, b) = tokio::task::spawn_blocking(work).await.expect("a thread that runs a script");
+        each.push_seconds(a);
+        session.push_seconds(b);
+    }
+    let rtt = (2 * DELAY).as_millis();
+    Figure::new("Round trips to the host of a warm Create")
+        .judged("waited for: added time per added round-trip time", Unit::Plain, &waited, Limit(10.0))
+        .line("changes of direction on the wire", Unit::Plain, &turns)
+        .line("libvirt calls, some at once", Unit::Plain, &calls)
+        .line(format!("Create with a round trip of {rtt} ms"), Unit::Seconds, &far)
+        .line(format!("script, {rtt} ms"), Unit::Seconds, &each)
+        .line(format!("virsh session, {rtt} ms"), Unit::Seconds, &session)
+        .note(format!("calls of the last: {named}"))
+}
+
+fn calls_in(log: &str) -> Vec<String> {
+    let names = log.lines().filter(|line| line.contains("libvirt call")).filter_map(|line| {
+        let name = line.split("rpc=").nth(1)?.split_whitespace().next()?;
+        Some(name.trim_matches('"').to_owned())
+    });
+    names.collect()
+}
+
+async fn create(clients: &Clients, vm: &str) -> Duration {
+    let (took, created) = timed(clients.create(request(vm, HOST, "tiny"))).await;
+    created.unwrap_or_else(|e| panic!("{vm}: {e}"));
+    took
+}
+
+async fn delete(clients: &Clients, vm: &str) {
+    clients.delete_by_key(vm, &uid_of(vm)).await.unwrap_or_else(|e| panic!("{vm}: {e}"));
+}
+
+async fn create_and_delete(rig: &Rig, clients: &Clients, round: usize) -> Duration {
+    let vm = rig.case.vm(&format!("vm{round}"));
+    let took = create(clients, &vm).await;
+    assert!(rig.host().is_active(&vm), "{vm} was created and does not run");
+    delete(clients, &vm).await;
+    took
+}
+
+/// What a person writes who makes the same VM by hand.
+#[derive(Debug, Clone)]
+struct Script {
+    host: Host,
+    steps: Vec<Vec<String>>,
+}
+
+impl Script {
+    /// With a document and a seed that a Create made, so that both sides do the same.
+    async fn like_a_vm_of_ours(rig: &Rig, clients: &Clients) -> Self {
+        let host = rig.host();
+        let vm = rig.case.vm("model");
+        create(clients, &vm).await;
+        let xml = host.virsh(&["dumpxml", "--inactive", &vm]).replace(&vm, RIVAL);
+        let xml: String = xml.lines().filter(|line| !line.contains("<uuid>")).map(|line| format!("{line}\n")).collect();
+        let dir = rig.dir("script");
+        let (document, seed) = (dir.join("domain.xml"), dir.join("seed.iso"));
+        std::fs::write(&document, xml).expect("writing a document");
+        let size = std::fs::copy(host.volume_path("default", &format!("{vm}-seed.iso")), &seed).expect("copying a seed");
+        delete(clients, &vm).await;
+
+        let prefix = format!("base-{}-tiny-", rig.case.entry_name());
+        let bases = rig.case.bases(HOST);
+        let base = bases.iter().find(|v| v.starts_with(&prefix) && v.ends_with(".qcow2")).unwrap_or_else(|| panic!("no base: {bases:?}"));
+        let base = host.pools["default"].path.join(base).display().to_string();
+        let (document, seed) = (document.display().to_string(), seed.display().to_string());
+        let steps = [
+            format!("vol-create-as default {RIVAL}.qcow2 1G --format qcow2 --backing-vol {base} --backing-vol-format qcow2"),
+            format!("vol-create-as default {RIVAL}-seed.iso {size} --format raw"),
+            format!("vol-upload {RIVAL}-seed.iso {seed} --pool default"),
+            format!("define {document}"),
+            format!("start {RIVAL}"),
+        ];
+        Self { host: host.clone(), steps: steps.iter().map(|step| step.split(' ').map(str::to_owned).collect()).collect() }
+    }
+
+    fn one_by_one(&self, rival: &Rival) -> Duration {
+        self.run(|| {
+            for step in &self.steps {
+                rival.run(&step.iter().map(String::as_str).collect::<Vec<_>>());
+            }
+        })
+    }
+
+    fn in_one_session(&self, rival: &Rival) -> Duration {
+        let lines: String = self.steps.iter().map(|step| step.join(" ") + "\n").collect();
+        self.run(|| drop(rival.session(&lines)))
+    }
+
+    fn run(&self, work: impl FnOnce()) -> Duration {
+        let start = Instant::now();
+        work();
+        let took = start.elapsed();
+        assert!(self.host.is_active(RIVAL), "the script ran and its domain does not");
+        self.host.virsh(&["destroy", RIVAL]);
+        self.host.virsh(&["undefine", RIVAL]);
+        for volume in [format!("{RIVAL}.qcow2"), format!("{RIVAL}-seed.iso")] {
+            self.host.virsh(&["vol-delete", &volume, "--pool", "default"]);
+        }
+        took
+    }
+}
