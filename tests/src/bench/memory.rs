@@ -2,12 +2,11 @@
 
 use std::time::Duration;
 
-use serde_json::json;
-use tokio::task::JoinSet;
-
 use crate::counters::Usage;
+use futures::future::join_all;
+use serde_json::json;
 
-use super::image::prepare;
+use super::image::pull;
 use super::report::{Figure, Limit, Unit};
 use super::rig::{HOST, Rig, SECOND_HOST, settle_disk};
 use super::series::Series;
@@ -33,20 +32,12 @@ pub async fn measure(rig: &Rig) -> Figure {
         idle.push(mib(Usage::of(daemon.pid()).resident_kib));
 
         settle_disk();
-        let mut transfers = JoinSet::new();
-        for zone in [HOST, SECOND_HOST] {
-            for key in keys {
-                let clients = clients.clone();
-                transfers.spawn(async move { prepare(&clients, zone, key).await });
-            }
-        }
+        let pairs = [HOST, SECOND_HOST].into_iter().flat_map(|zone| keys.map(|key| (zone, key)));
+        let mut transfers = std::pin::pin!(join_all(pairs.map(|(zone, key)| pull(rig, &clients, zone, key, &image))));
         let mut most = 0;
         loop {
             tokio::select! {
-                done = transfers.join_next() => match done {
-                    Some(done) => done.expect("a transfer"),
-                    None => break,
-                },
+                _ = &mut transfers => break,
                 () = tokio::time::sleep(LOOK) => most = most.max(Usage::of(daemon.pid()).resident_kib),
             }
         }
@@ -65,6 +56,7 @@ pub async fn measure(rig: &Rig) -> Figure {
         .line("during the transfers, most seen (VmRSS)", Unit::MiB, &busy)
         .judged("during the transfers, high-water mark (VmHWM)", Unit::MiB, &peak, Limit(90.0))
         .line("after the transfers (VmRSS)", Unit::MiB, &after)
+        .note("both with all that a Create does after its transfer")
 }
 
 fn mib(kib: u64) -> f64 {
