@@ -303,11 +303,9 @@ async fn a_wrong_digest_and_a_pool_without_room_leave_nothing() {
     lab.end();
 }
 
-/// Not a test: what the next one kills. It says on stdout when it is in the middle.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "run by another test as a process of its own"]
-async fn a_pull_in_another_process() {
-    let Some((_, description)) = described() else { return };
+/// What the next test kills: the same test in a process of its own. It says on stdout when it is in the middle.
+async fn pull_until_killed() {
+    let (_, description) = described().expect("the parent has a lab");
     let entry = Arc::new(entry(&description, "img-d"));
     let lab = Lab { description, entry, libvirtd: String::new(), _lock: None };
     let (url, digest, _) = lab.big_image();
@@ -320,14 +318,20 @@ async fn a_pull_in_another_process() {
     let _ = pull.wait().await;
 }
 
+/// Set for the process that is killed.
+const KILLED: &str = "KVM2_TEST_TO_BE_KILLED";
 const IN_THE_MIDDLE: &str = "the upload is in the middle";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_process_that_is_killed_in_the_upload_leaves_debris_that_is_not_used() {
+    if std::env::var_os(KILLED).is_some() {
+        return pull_until_killed().await;
+    }
     let Some(lab) = lab("img-d") else { return };
     let (url, digest, _) = lab.big_image();
     let mut child = Command::new(std::env::current_exe().expect("this program"))
-        .args(["--exact", "a_pull_in_another_process", "--ignored", "--nocapture"])
+        .args(["--exact", "a_process_that_is_killed_in_the_upload_leaves_debris_that_is_not_used", "--nocapture"])
+        .env(KILLED, "1")
         .stdout(Stdio::piped())
         .spawn()
         .expect("this program runs");
