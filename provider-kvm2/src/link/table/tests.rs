@@ -127,6 +127,58 @@ async fn a_silent_host_is_unreachable_within_the_budget_and_the_stage_is_named()
 
 #[tokio::test]
 async fn callers_of_one_failing_dial_share_its_error_and_the_next_caller_dials_again() {
+    let f = fixture(Manner::Silent, SHORT).await;
+    let host = hv1();
+    for result in join_all((0..20).map(|_| f.table.control(&host))).await {
+        assert_eq!(result.expect_err("no answer").reason(), Reason::HostUnreachable);
+    }
+    assert_eq!(f.listener.connections.load(Ordering::SeqCst), 1);
+    f.table.control(&host).await.expect_err("no answer either");
+    assert_eq!(f.listener.connections.load(Ordering::SeqCst), 2);
+}
+
+#[tokio::test]
+async fn a_caller_that_leaves_does_not_end_the_dial_of_the_others() {
+    let f = fixture(Manner::Silent, SHORT).await;
+    let host = hv1();
+    let mut leaver = Box::pin(f.table.control(&host));
+    tokio::select! {
+        biased;
+        _ = &mut leaver => panic!("too early"),
+        () = f.listener.came.notified() => {}
+    }
+    let stayer = f.table.control(&host);
+    drop(leaver);
+    assert_eq!(stayer.await.expect_err("no answer").reason(), Reason::HostUnreachable);
+    assert_eq!(f.listener.connections.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn a_throttling_sshd_is_tried_again_within_the_budget() {
+    let f = fixture(Manner::ClosesAtOnce, Duration::from_secs(1)).await;
+    let e = f.table.dedicated(&hv1()).await.expect_err("never served");
+    assert_eq!(e.reason(), Reason::SshThrottled);
+    assert!(e.is_transient());
+    assert!(f.listener.connections.load(Ordering::SeqCst) > 1);
+}
+
+#[tokio::test]
+async fn what_is_no_ssh_server_is_said_to_be_none() {
+    let f = fixture(Manner::Says(&[b'x'; 600]), LONG).await;
+    let e = f.table.dedicated(&hv1()).await.expect_err("no SSH");
+    assert_eq!(e.reason(), Reason::HostIncompatible);
+}
+
+#[tokio::test]
+async fn a_broken_handshake_ends_without_a_panic() {
+    // a banner, then a packet whose length is absurd
+    let f = fixture(Manner::Says(b"SSH-2.0-x\r\n\xff\xff\xff\xff\x04garbage"), LONG).await;
+    let e = f.table.dedicated(&hv1()).await.expect_err("no key exchange");
+    assert_eq!(e.reason(), Reason::HostIncompatible);
+}
+
+#[tokio::test]
+async fn at_most_three_dials_of_a_host_run_at_a_time() {
     let f = fixture(Manner::Silent, LONG).await;
     let host = hv1();
     let mut dials = Box::pin(join_all((0..8).map(|_| f.table.dedicated(&host))));
