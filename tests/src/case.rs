@@ -40,6 +40,11 @@ impl Case {
         EntryFile::of_lab(&self.lab, &self.entry_name(), &self.hosts)
     }
 
+    /// The test's own provider entry on some of its hosts.
+    pub fn entry_on(&self, hosts: &[&str]) -> EntryFile {
+        EntryFile::of_lab(&self.lab, &self.entry_name(), hosts)
+    }
+
     pub fn entry_name(&self) -> String {
         format!("kt-{}", self.name)
     }

@@ -56,11 +56,11 @@ impl From<EntryFile> for ProvidersFile {
 
 impl EntryFile {
     /// An entry with these hosts of the lab, the images `tiny` and `tiny-raw`, and small machines.
-    pub fn of_lab(lab: &Lab, name: &str, hosts: &[String]) -> Self {
+    pub fn of_lab(lab: &Lab, name: &str, hosts: &[impl AsRef<str>]) -> Self {
         let known = std::fs::read_to_string(&lab.known_hosts).expect("the lab's known_hosts");
         let mut entry = Self::bare(name, &lab.id_ed25519);
         entry.known_hosts = KnownHosts::Lines(known.lines().map(str::to_owned).collect());
-        entry.settings.insert("hosts".into(), hosts.iter().map(|h| host_settings(lab.host(h))).collect());
+        entry.settings.insert("hosts".into(), hosts.iter().map(|h| host_settings(lab.host(h.as_ref()))).collect());
         // with BIOS: it finds nothing to boot and halts, where UEFI would go on searching on the test's CPU time
         entry
             .lab_image(lab, "tiny")

@@ -25,7 +25,7 @@ pub struct Rig {
 impl Rig {
     /// None, and a line that says why, where there is no lab.
     pub fn set_up(rounds: usize) -> Option<Self> {
-        Some(Self { case: Case::start("bench")?, rounds })
+        Some(Self { case: Case::start("bench", &[HOST, SECOND_HOST])?, rounds })
     }
 
     pub fn host(&self) -> &Host {
@@ -34,7 +34,7 @@ impl Rig {
 
     /// The entry on the first host alone.
     pub fn entry(&self) -> EntryFile {
-        self.case.entry(&[HOST])
+        self.case.entry_on(&[HOST])
     }
 
     /// A daemon as it runs in production: the log says what is worth saying.

@@ -9,7 +9,7 @@ use crate::daemon::Daemon;
 use crate::providers_file::ProvidersFile;
 
 use super::report::{Figure, Limit, Unit};
-use super::rig::{HOST, Rig, SECOND_HOST};
+use super::rig::Rig;
 use super::series::Series;
 
 /// How often the daemon is asked: short against the limit.
@@ -18,7 +18,7 @@ const LOOK: Duration = Duration::from_millis(1);
 const GIVE_UP: Duration = Duration::from_secs(20);
 
 pub async fn measure(rig: &Rig) -> Figure {
-    let file = ProvidersFile::from(rig.case.entry(&[HOST, SECOND_HOST]));
+    let file = ProvidersFile::from(rig.case.entry());
     let mut ready = Series::default();
     for round in 0..2 * rig.rounds {
         let dir = rig.dir(&format!("start-{round}"));
