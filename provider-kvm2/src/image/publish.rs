@@ -6,6 +6,7 @@
 //! reported. A process that is killed leaves a base without a marker: debris, which
 //! is never used and shows in listings.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -92,8 +93,7 @@ enum Stopped {
 impl Publish<'_> {
     pub(crate) async fn run(&self) -> Result<(Base, Origin)> {
         let deadline = Instant::now() + self.wanted.entry.budgets.upload_image;
-        let (feed, plan) = self.until(deadline, self.prepare()).await?;
-        let link = self.connect.dedicated(self.host).await?;
+        let (feed, plan, link) = self.until(deadline, self.prepare()).await?;
         let outcome = self.upload(&*link, feed, &plan, deadline).await;
         let outcome = match outcome {
             Ok(stored) => self.finish_or_redial(&*link, stored).await,
@@ -133,9 +133,10 @@ impl Publish<'_> {
         base_name(&self.wanted.entry.name, self.key(), self.id, self.wanted.image.format)
     }
 
-    /// Opens the source and reads what decides: kind, size, length.
-    async fn prepare(&self) -> Result<(Feed, Plan)> {
-        let (feed, head) = self.open().await?;
+    /// Opens the source and reads what decides: kind, size, length. The link is dialled meanwhile: source
+    /// and host are often both far away. A failure of one drops the other, which closes it.
+    async fn prepare(&self) -> Result<(Feed, Plan, Arc<dyn Hypervisor>)> {
+        let ((feed, head), link) = tokio::try_join!(self.open(), self.connect.dedicated(self.host))?;
         let format = self.wanted.image.format;
         let virtual_size = self.virtual_size(&head, feed.content_type())?;
         let (feed, length) = match feed.length() {
@@ -147,7 +148,7 @@ impl Publish<'_> {
             ImageFormat::Qcow2 => virtual_size,
             ImageFormat::Raw => length,
         };
-        Ok((feed, Plan { length, virtual_size }))
+        Ok((feed, Plan { length, virtual_size }, link))
     }
 
     async fn open(&self) -> Result<(Feed, Vec<u8>)> {

@@ -68,13 +68,13 @@ async fn round_trips(rig: &Rig, script: &Script) -> Figure {
         let near = create(&clients, &vm).await;
         turns.push((proxy.counts().round_trips - before.round_trips) as f64);
         let log = daemon.log();
-        let made = calls_in(&log[logged..]);
-        calls.push(made.len() as f64);
-        named = made.join(" ");
+        calls.push(calls_in(&log[logged..]).len() as f64);
         delete(&clients, &vm).await;
 
+        let logged = daemon.log().len();
         proxy.delay(DELAY);
         let delayed = create(&clients, &vm).await;
+        named = calls_in(&daemon.log()[logged..]).join(", ");
         proxy.delay(Duration::ZERO);
         delete(&clients, &vm).await;
         far.push_seconds(delayed);
@@ -98,15 +98,16 @@ async fn round_trips(rig: &Rig, script: &Script) -> Figure {
         .line(format!("Create with a round trip of {rtt} ms"), Unit::Seconds, &far)
         .line(format!("script, {rtt} ms"), Unit::Seconds, &each)
         .line(format!("virsh session, {rtt} ms"), Unit::Seconds, &session)
-        .note(format!("calls of the last: {named}"))
+        .note(format!("calls of the last with {rtt} ms, and their ms: {named}"))
 }
 
 fn calls_in(log: &str) -> Vec<String> {
-    let names = log.lines().filter(|line| line.contains("libvirt call")).filter_map(|line| {
-        let name = line.split("rpc=").nth(1)?.split_whitespace().next()?;
-        Some(name.trim_matches('"').to_owned())
+    let calls = log.lines().filter(|line| line.contains("libvirt call")).filter_map(|line| {
+        let mut words = line.split("rpc=").nth(1)?.split_whitespace();
+        let (name, took) = (words.next()?.trim_matches('"'), words.next()?.strip_prefix("ms=")?.parse::<f64>().ok()?);
+        Some(format!("{name} {took:.0}"))
     });
-    names.collect()
+    calls.collect()
 }
 
 async fn create(clients: &Clients, vm: &str) -> Duration {
