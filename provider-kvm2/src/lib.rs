@@ -11,6 +11,10 @@
 //! neither gRPC nor libvirt nor SSH; `service` is the only module that speaks
 //! tonic; `hypervisor/libvirt.rs` is the only one that holds libvirt handles.
 
+// first: its macro is used by the others
+#[macro_use]
+pub mod failpoint;
+
 pub mod cli;
 pub mod config;
 pub mod domain;

@@ -219,6 +219,7 @@ impl Publish<'_> {
         space::check(&self.host.host, &pool.name, &info, entry.pool_reserve, plan.length.saturating_add(SIDE_BYTES))?;
         let etag = feed.etag().map(str::to_owned);
         let name = self.name();
+        failpoint!("publish.before_volume");
         let volume = match link.create_volume(&pool, &volume_xml(&name, plan.length)).await {
             Ok(volume) => volume,
             Err(e) => {
@@ -228,6 +229,7 @@ impl Publish<'_> {
             }
         };
         self.made.store(true, Ordering::Relaxed);
+        failpoint!("publish.after_volume");
         let digests = self.transfer(link, &volume, feed, plan.length, deadline).await?;
         let image = &self.wanted.image;
         let origin = Origin {
@@ -274,6 +276,7 @@ impl Publish<'_> {
                 }
                 parts.send(UploadPart::Data(bytes)).await.map_err(|_| Stopped::HostGone)?;
                 sent += n;
+                failpoint!("publish.in_body", Stopped::Cause);
                 self.progress.done.store(sent, Ordering::Relaxed);
             }
             if sent != length {
@@ -281,6 +284,7 @@ impl Publish<'_> {
             }
             let digests = feed.finish().await.map_err(Stopped::Cause)?;
             self.verify(&digests.download).map_err(Stopped::Cause)?;
+            failpoint!("publish.before_finish", Stopped::Cause);
             parts.send(UploadPart::Finish).await.map_err(|_| Stopped::HostGone)?;
             Ok(digests)
         };
@@ -316,7 +320,9 @@ impl Publish<'_> {
     async fn finish(&self, link: &dyn Hypervisor, stored: &Stored) -> Result<()> {
         let pool = link.lookup_pool(&self.wanted.host.pool).await?;
         let base = &stored.base;
+        failpoint!("publish.after_body");
         self.put(link, &pool, &format!("{}{ORIGIN}", base.volume), stored.origin.to_json()).await?;
+        failpoint!("publish.after_origin");
         if refresh(link, &pool).await? {
             let seen = link.volume_info(&link.lookup_volume(&pool, &base.volume).await?).await?.capacity;
             if seen != base.virtual_size {
@@ -330,7 +336,10 @@ impl Publish<'_> {
                 return Err(ProviderError::new(Reason::Internal, text));
             }
         }
-        self.put(link, &pool, &format!("{}{MARKER}", base.volume), base.digest.as_str().into()).await
+        failpoint!("publish.before_marker");
+        self.put(link, &pool, &format!("{}{MARKER}", base.volume), base.digest.as_str().into()).await?;
+        failpoint!("publish.after_marker");
+        Ok(())
     }
 
     /// Writes a small volume. One of that name can only be ours, from before a lost link.
@@ -343,6 +352,11 @@ impl Publish<'_> {
             }
             created => created?,
         };
+        if name.ends_with(MARKER) {
+            failpoint!("publish.in_marker");
+        } else {
+            failpoint!("publish.in_origin");
+        }
         let (parts, queue) = mpsc::channel(2);
         let length = content.len() as u64;
         // both fit into the queue

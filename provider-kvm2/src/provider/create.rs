@@ -147,6 +147,7 @@ impl Provider {
             Err(e) if e.is(code::NO_DOMAIN) => Prior::None,
             Err(e) => return Err(e.into()),
         };
+        failpoint!("create.after_lookup");
         cancelled(job)?;
         let prior = match prior {
             Prior::Finished(instance) => return Ok(Created { instance: *instance, outcome: CreateOutcome::Existing }),
@@ -175,6 +176,7 @@ impl Provider {
         cancelled(job)?;
         job.step(Step::Defining);
         let mark = self.mark(order, prior.as_ref().map(|(mark, _)| &**mark), None);
+        failpoint!("create.before_define");
         let uuid = prior.as_ref().map(|(_, domain)| domain.uuid);
         let domain = self.define(order, site, &mark, uuid).await?;
         let made = self.fill(job, order, site, &domain, mark, found, &volumes).await;
@@ -199,6 +201,7 @@ impl Provider {
         found: Found,
         volumes: &[VolumeRef],
     ) -> Result<Created> {
+        failpoint!("create.after_define");
         let base = match found {
             Found::Complete(base) => base,
             Found::Missing => {
@@ -213,11 +216,15 @@ impl Provider {
         };
         cancelled(job)?;
         job.step(Step::CreatingVolumes);
+        failpoint!("create.before_overlay");
         self.make_overlay(order, site, &base, volumes).await?;
+        failpoint!("create.after_overlay");
         cancelled(job)?;
         self.make_seed(order, site, volumes).await?;
+        failpoint!("create.after_seed");
         cancelled(job)?;
         job.step(Step::Starting);
+        failpoint!("create.before_start");
         let mark = Mark { phase: Phase::Ready, base: base.volume.clone(), base_digest: base.digest.to_string(), ..mark };
         let raw = self.start(order, site, domain, Some(&mark)).await?;
         let (state, state_reason) = starting(raw, mark.phase);
@@ -406,6 +413,7 @@ impl Provider {
             // it may have been cut off in the middle
             ignore_missing(site.hv.delete_volume(old).await)?;
         }
+        failpoint!("create.before_seed");
         let length = image.len() as u64;
         let spec = VolumeSpec::Bytes { name: &name, length };
         let volume = match site.hv.create_volume(&site.pool, &spec.to_xml()).await {
@@ -413,11 +421,19 @@ impl Provider {
             Err(e) if e.is(code::STORAGE_VOL_EXIST) => return Err(busy(&order.id()).with_source(e)),
             Err(e) => return Err(e.into()),
         };
-        let (parts, receiver) = tokio::sync::mpsc::channel(2);
-        // both fit into the channel: nothing waits here
-        let _ = parts.try_send(UploadPart::Data(image.into()));
-        let _ = parts.try_send(UploadPart::Finish);
-        site.hv.upload(&volume, length, receiver, entry.budgets.upload_small).await?;
+        failpoint!("create.after_seed_volume");
+        let (parts, receiver) = tokio::sync::mpsc::channel(1);
+        let feed = async move {
+            // neither waits for long: an upload that has ended drops the receiver, and says why
+            let _ = parts.send(UploadPart::Data(image.into())).await;
+            let Ok(finish) = parts.reserve().await else { return Ok(()) };
+            failpoint!("create.in_seed_upload");
+            finish.send(UploadPart::Finish);
+            Ok::<_, ProviderError>(())
+        };
+        let (fed, sent) = tokio::join!(feed, site.hv.upload(&volume, length, receiver, entry.budgets.upload_small));
+        fed?;
+        sent?;
         Ok(())
     }
 
@@ -430,10 +446,16 @@ impl Provider {
             Err(e) if e.is(code::OPERATION_INVALID) => {}
             Err(e) => return Err(self.why_not_started(site, &id, e).await),
         }
+        failpoint!("create.after_start");
         let (state, marked) = tokio::join!(site.hv.domain_state(domain), async {
             match ready {
-                Some(mark) => self.write_mark(site, domain, mark).await,
-                None => Ok(()),
+                Some(mark) => {
+                    failpoint!("create.before_ready");
+                    self.write_mark(site, domain, mark).await?;
+                    failpoint!("create.after_ready");
+                    Ok(())
+                }
+                None => Ok::<_, ProviderError>(()),
             }
         });
         marked?;

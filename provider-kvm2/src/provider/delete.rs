@@ -99,6 +99,7 @@ impl Provider {
             && mark::same(&terms.key.uid, &target.expected.uid)
             && mark::same(&terms.key.installation_id, &target.expected.installation_id);
         if same {
+            tracing::info!(provider = %entry.name, host = %target.host.name, name = %target.name, "a Delete ends the running Create");
             job.cancel.cancel();
         }
         same
@@ -114,11 +115,13 @@ impl Provider {
                 _ => {}
             }
         }
+        failpoint!("delete.after_mark");
         match site.hv.destroy_domain(domain).await {
             Ok(()) => {}
             Err(e) if e.is(code::OPERATION_INVALID) || e.is(code::NO_DOMAIN) => {}
             Err(e) => return Err(e.into()),
         }
+        failpoint!("delete.after_destroy");
         let host = &site.host.name;
         let mut removed = Vec::new();
         let volumes = [(RemovedKind::Overlay, name.overlay_volume()), (RemovedKind::Seed, name.seed_volume())];
@@ -128,6 +131,7 @@ impl Provider {
                 removed.push(Removed { kind, host: host.clone(), pool: site.host.pool.clone(), name: volume });
             }
         }
+        failpoint!("delete.before_undefine");
         match site.hv.undefine_domain(domain).await {
             Ok(()) => {
                 removed.insert(0, Removed { kind: RemovedKind::Domain, host: host.clone(), pool: String::new(), name: name.to_string() })
@@ -135,6 +139,7 @@ impl Provider {
             Err(e) if e.is(code::NO_DOMAIN) => {}
             Err(e) => return Err(e.into()),
         }
+        failpoint!("delete.after_undefine");
         Ok(removed)
     }
 
@@ -145,7 +150,10 @@ impl Provider {
             Err(e) => return Err(e.into()),
         };
         match site.hv.delete_volume(&volume).await {
-            Ok(()) => Ok(true),
+            Ok(()) => {
+                failpoint!("delete.between_volumes");
+                Ok(true)
+            }
             Err(e) if e.is(code::NO_STORAGE_VOL) => Ok(false),
             Err(e) => Err(e.into()),
         }
