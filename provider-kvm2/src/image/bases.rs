@@ -119,8 +119,8 @@ pub fn oldest<'a, T>(usable: impl IntoIterator<Item = (&'a str, &'a Facts, T)>) 
     usable.into_iter().min_by(|a, b| age(a.0, a.1).cmp(&age(b.0, b.1))).map(|(_, _, t)| t)
 }
 
-/// Bases of the entry that have no marker: uploads in progress, or debris.
-pub fn incomplete<'a>(volumes: &'a [VolumeRef], entry: &str) -> Vec<&'a VolumeRef> {
+/// Bases of the entry that have no marker, not even an empty one.
+pub fn without_marker<'a>(volumes: &'a [VolumeRef], entry: &str) -> Vec<&'a VolumeRef> {
     let names: std::collections::HashSet<&str> = volumes.iter().map(|v| v.name.as_str()).collect();
     let prefix = format!("base-{entry}-");
     let is_base = |name: &str| name.starts_with(&prefix) && (name.ends_with(".qcow2") || name.ends_with(".raw"));
@@ -270,7 +270,7 @@ mod tests {
     #[test]
     fn bases_without_a_marker_are_incomplete() {
         let all = volumes(&["base-lab-a-00000001.qcow2", "base-lab-a-00000001.qcow2.origin", "base-lab-a-00000002.raw", "vm.qcow2"]);
-        let found = |all: &[VolumeRef]| incomplete(all, "lab").iter().map(|v| v.name.clone()).collect::<Vec<_>>();
+        let found = |all: &[VolumeRef]| without_marker(all, "lab").iter().map(|v| v.name.clone()).collect::<Vec<_>>();
         assert_eq!(found(&all), ["base-lab-a-00000001.qcow2", "base-lab-a-00000002.raw"]);
         let done = volumes(&["base-lab-a-00000001.qcow2", "base-lab-a-00000001.qcow2.sha256"]);
         assert!(found(&done).is_empty());
@@ -289,7 +289,7 @@ mod tests {
         fn no_name_makes_it_panic(names in proptest::collection::vec("\\PC{0,40}", 0..8)) {
             let all = volumes(&names.iter().map(String::as_str).collect::<Vec<_>>());
             let _ = candidates(&all, "lab", &image("debian", None));
-            let _ = incomplete(&all, "lab");
+            let _ = without_marker(&all, "lab");
         }
     }
 }

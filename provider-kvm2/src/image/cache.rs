@@ -293,6 +293,24 @@ impl ImageCache {
         }
     }
 
+    /// The bases of an entry that are not complete: uploads in progress, or debris.
+    pub async fn incomplete<'a>(
+        &self,
+        hv: &dyn Hypervisor,
+        id: &HostId,
+        volumes: &'a [VolumeRef],
+        entry: &str,
+    ) -> Result<Vec<&'a VolumeRef>> {
+        let mut incomplete = bases::without_marker(volumes, entry);
+        for candidate in bases::all_ours(volumes, entry) {
+            // the marker is made before it is filled
+            if candidate.marker.is_some() && self.facts_of(hv, id, &candidate).await?.is_none() {
+                incomplete.push(candidate.base);
+            }
+        }
+        Ok(incomplete)
+    }
+
     async fn look(&self, hv: &dyn Hypervisor, volumes: &[VolumeRef], wanted: &Wanted) -> Result<Found> {
         let id = host_id(wanted);
         self.forget_absent(&id, volumes);
@@ -416,9 +434,9 @@ impl ImageCache {
             let base = candidate.base;
             if candidate.marker.is_some() && candidate.naming == Naming::Legacy
                 || lock(&self.own).contains(&(id.clone(), base.name.clone()))
-                || candidate.marker.is_none() && self.signature.is_some() && bases::signature(&base.name) == self.signature
+                || self.signature.is_some() && bases::signature(&base.name) == self.signature
             {
-                // complete elsewhere, being filled here, or left by this daemon before it was restarted
+                // complete, being filled here, or left by this daemon before it was restarted
                 continue;
             }
             if candidate.marker.is_some() && self.facts_of(hv, id, &candidate).await?.is_some() {

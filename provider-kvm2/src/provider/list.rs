@@ -19,7 +19,6 @@ use crate::domain::volume::VolumeXml;
 use crate::domain::{InstanceId, VmName};
 use crate::error::{ProviderError, Reason, Result, bounded_to};
 use crate::hypervisor::{DomainRef, Hypervisor, VolumeRef, code};
-use crate::image::bases;
 
 pub(super) const DEFAULT_PAGE: u32 = 500;
 pub(super) const MAX_PAGE: u32 = 1000;
@@ -128,7 +127,10 @@ impl Provider {
         drop(reads);
         listing.instances.sort_unstable_by(|a, b| a.id.name.cmp(&b.id.name));
         listing.unreadable.sort_unstable_by(|a, b| a.name.cmp(&b.name));
-        listing.orphans = orphans(hv, entry, host, &domains, &volumes?).await?;
+        let volumes = volumes?;
+        let debris = self.images.incomplete(hv, &site.id, &volumes, &entry.name).await?;
+        let debris = debris.into_iter().map(|v| v.name.as_str()).collect();
+        listing.orphans = orphans(hv, entry, host, &domains, &volumes, &debris).await?;
         Ok(listing)
     }
 }
@@ -187,9 +189,9 @@ async fn orphans(
     host: &Host,
     domains: &[DomainRef],
     volumes: &[VolumeRef],
+    debris: &HashSet<&str>,
 ) -> Result<Vec<OrphanVolume>> {
     let domains: HashSet<&str> = domains.iter().map(|d| d.name.as_str()).collect();
-    let debris: HashSet<&str> = bases::incomplete(volumes, &entry.name).into_iter().map(|v| v.name.as_str()).collect();
     let mut found = Vec::new();
     for volume in volumes {
         let kind = if debris.contains(volume.name.as_str()) {

@@ -422,6 +422,28 @@ async fn what_this_daemon_was_killed_at_is_not_waited_for() {
 }
 
 #[tokio::test]
+async fn a_base_whose_marker_was_never_filled_is_incomplete_and_not_waited_for_by_who_made_it() {
+    let content = qcow2(300_000);
+    let lab = Lab::with(content.clone()).await;
+    let first = ImageCache::of_replica(lab.connect.clone(), Metrics::new(), "host-1");
+    let base = first.pull(lab.wanted()).wait().await.unwrap().volume;
+    lab.host.put_volume("default", &format!("{base}.sha256"), &[0; 64]);
+    lab.host.calls();
+    let restarted = ImageCache::of_replica(lab.connect.clone(), Metrics::new(), "host-1");
+    let id = HostId { entry: "lab".into(), host: "hv1".into() };
+    let hv = lab.connect.control(&id).await.unwrap();
+    let volumes = hv.list_volumes(&hv.lookup_pool("default").await.unwrap()).await.unwrap();
+    let incomplete = restarted.incomplete(&*hv, &id, &volumes, "lab").await.unwrap();
+    assert_eq!(incomplete.iter().map(|v| v.name.as_str()).collect::<Vec<_>>(), [base.as_str()]);
+    let second = restarted.pull(lab.wanted()).wait().await.unwrap().volume;
+    assert_ne!(second, base);
+    assert_eq!(lab.host.calls().iter().filter(|c| **c == "volume_xml").count(), 0, "nothing was watched");
+    let volumes = hv.list_volumes(&hv.lookup_pool("default").await.unwrap()).await.unwrap();
+    let incomplete = restarted.incomplete(&*hv, &id, &volumes, "lab").await.unwrap();
+    assert_eq!(incomplete.iter().map(|v| v.name.as_str()).collect::<Vec<_>>(), [base.as_str()], "the second is complete");
+}
+
+#[tokio::test]
 async fn old_debris_is_not_waited_for() {
     let lab = Lab::with(qcow2(1000)).await;
     lab.host.put_volume("default", "base-lab-debian-00000001.qcow2", b"half");
