@@ -6,43 +6,36 @@
 //! create one instance at once meet at the overlay: libvirt makes a volume of a name
 //! once, and who does not get it steps back.
 
-use std::num::{NonZeroU32, NonZeroU64};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures::FutureExt;
 use secrecy::{ExposeSecret, SecretSlice};
-use tokio::time::Instant;
 use tracing::Instrument;
+
+mod answers;
+mod steps;
+
+use answers::{busy, changed, fits, may_join, owned_by_caller, paused, refuse_foreign_volumes, shutting_down, still_at};
 
 use super::get::{bad_name, read_instance, require_mark};
 use super::jobs::{Entered, Job, JobKey, Progress, Step, Terms};
 use super::placement::Resolved;
 use super::sites::Site;
-use super::{CreateOutcome, CreateRequest, Created, Expected, Instance, InstanceImage, Key, Provider, placement, preflight, sites};
-use crate::config::{NetworkConfig, VirtType};
-use crate::domain::document::Document;
+use super::{CreateOutcome, CreateRequest, Created, Expected, Instance, Key, Provider, placement, sites};
 use crate::domain::mark::{self, Mark, Phase};
-use crate::domain::names;
 use crate::domain::state::{self, State, StateReason};
-use crate::domain::volume::VolumeSpec;
 use crate::domain::{InstanceId, VmName};
 use crate::error::{ProviderError, Reason, Result};
-use crate::hypervisor::{DomainRef, UploadPart, VolumeRef, code};
-use crate::image::{Base, Found, Wanted, space};
-use crate::seed;
+use crate::hypervisor::{DomainRef, VolumeRef, code};
+use crate::image::{Found, Wanted, space};
 
 /// Space counted for a seed beside the disk, in bytes.
 const SEED_ROOM: u64 = 16 << 20;
 /// A Create of another daemon that has been at work for less than this is let alone: longer
 /// than its volumes and its start may take within their budgets.
 const OTHERS_PATIENCE: Duration = Duration::from_secs(240);
-/// Nothing else is known of when a busy name will be free.
-const BUSY_RETRY: Duration = Duration::from_secs(2);
-/// A pull reports progress in seconds, not in milliseconds.
-const PULL_RETRY: Duration = Duration::from_secs(5);
-
 /// A checked request.
 #[derive(Debug)]
 struct Order {
@@ -228,7 +221,7 @@ impl Provider {
         let mark = Mark { phase: Phase::Ready, base: base.volume.clone(), base_digest: base.digest.to_string(), ..mark };
         let raw = self.start(order, site, domain, Some(&mark)).await?;
         let (state, state_reason) = starting(raw, mark.phase);
-        let instance = instance_of(order, mark, state, state_reason);
+        let instance = Instance::of(&order.at.entry.name, order.id(), mark, state, state_reason);
         Ok(Created { instance, outcome: CreateOutcome::Created })
     }
 
@@ -280,7 +273,7 @@ impl Provider {
             Err(e) if e.reason() == Reason::AddressUnreadable => {
                 let element = site.hv.domain_metadata(domain, mark::NAMESPACE).await?;
                 let mark = require_mark(element.as_deref(), &id)?;
-                Ok(instance_of(order, mark, State::Provisioning, StateReason::AddressUnreadable))
+                Ok(Instance::of(&order.at.entry.name, order.id(), mark, State::Provisioning, StateReason::AddressUnreadable))
             }
             Err(e) if e.reason() == Reason::InstanceNotFound => Err(changed(&id)),
             other => other,
@@ -311,195 +304,10 @@ impl Provider {
         job.step(Step::Starting);
         let raw = self.start(order, site, domain, None).await?;
         let (state, reason) = starting(raw, mark.phase);
-        Ok(Created { instance: instance_of(order, mark.clone(), state, reason), outcome: CreateOutcome::Existing })
-    }
-
-    fn mark(&self, order: &Order, prior: Option<&Mark>, base: Option<&Base>) -> Mark {
-        let now = jiff::Timestamp::now();
-        Mark {
-            claim: mark::Claim::Managed,
-            uid: order.key.uid.clone(),
-            created_at: prior.and_then(|m| m.created_at).or(Some(now)),
-            phase: Phase::Creating,
-            installation_id: order.key.installation_id.clone(),
-            spec_hash: order.spec_hash.clone(),
-            entry: order.at.entry.name.clone(),
-            image_key: order.at.image.key.clone(),
-            base: base.map(|b| b.volume.clone()).unwrap_or_default(),
-            base_digest: base.map(|b| b.digest.to_string()).unwrap_or_default(),
-            owner: self.replica.clone(),
-            attempt_at: Some(now),
-        }
-    }
-
-    async fn define(&self, order: &Order, site: &Site, mark: &Mark, uuid: Option<uuid::Uuid>) -> Result<DomainRef> {
-        let Order { at, name, key, .. } = order;
-        let document = Document {
-            name: name.clone(),
-            uuid: uuid.unwrap_or_else(|| names::domain_uuid(&at.entry.name, &at.host.name, &key.installation_id, name, &key.uid)),
-            vcpus: at.machine.vcpus.try_into().unwrap_or(NonZeroU32::MIN),
-            memory_mib: at.machine.memory_mib.try_into().unwrap_or(NonZeroU64::MIN),
-            virt_type: at.entry.virt_type,
-            cpu_mode: at.entry.cpu_mode.clone(),
-            machine: at.entry.machine.clone(),
-            firmware: at.image.firmware,
-            overlay_path: site.path_of(&name.overlay_volume()),
-            seed_path: site.path_of(&name.seed_volume()),
-            bridge: at.host.bridge.clone(),
-            mac: names::mac_for(&key.installation_id, name, &key.uid),
-            mark: mark.clone(),
-        };
-        let xml = document.to_xml();
-        site.hv.define_domain(&xml).await.map_err(|e| {
-            // the name was free a moment ago
-            if e.is(code::OPERATION_FAILED) { changed(&order.id()).with_source(e) } else { e.into() }
+        Ok(Created {
+            instance: Instance::of(&order.at.entry.name, order.id(), mark.clone(), state, reason),
+            outcome: CreateOutcome::Existing,
         })
-    }
-
-    /// Refreshes the mark's attempt, unless another daemon has taken the name.
-    async fn claim(&self, order: &Order, site: &Site, domain: &DomainRef, mark: &Mark) -> Result<()> {
-        let id = order.id();
-        let element = site
-            .hv
-            .domain_metadata(domain, mark::NAMESPACE)
-            .await
-            .map_err(|e| if e.is(code::NO_DOMAIN) { changed(&id) } else { e.into() })?;
-        let current = require_mark(element.as_deref(), &id)?;
-        if current.owner != mark.owner || current.phase != Phase::Creating {
-            return Err(busy(&id));
-        }
-        self.write_mark(site, domain, &Mark { attempt_at: Some(jiff::Timestamp::now()), ..mark.clone() }).await
-    }
-
-    pub(super) async fn write_mark(&self, site: &Site, domain: &DomainRef, mark: &Mark) -> Result<()> {
-        Ok(site.hv.set_domain_metadata(domain, mark::NAMESPACE, mark::PREFIX, &mark.to_metadata()).await?)
-    }
-
-    async fn make_overlay(&self, order: &Order, site: &Site, base: &Base, volumes: &[VolumeRef]) -> Result<()> {
-        let name = order.name.overlay_volume();
-        if let Some(old) = volumes.iter().find(|v| v.name == name) {
-            // from an attempt that never got to start the domain: nothing of the guest's is in it
-            ignore_missing(site.hv.delete_volume(old).await)?;
-        }
-        let spec = VolumeSpec::Overlay {
-            name: &name,
-            capacity: order.at.entry.disk_bytes(),
-            backing_path: &base.path,
-            backing_format: base.format,
-        };
-        match site.hv.create_volume(&site.pool, &spec.to_xml()).await {
-            Ok(_) => Ok(()),
-            Err(e) if e.is(code::STORAGE_VOL_EXIST) => Err(busy(&order.id()).with_source(e)),
-            Err(e) => Err(vanished_base(e.into())),
-        }
-    }
-
-    async fn make_seed(&self, order: &Order, site: &Site, volumes: &[VolumeRef]) -> Result<()> {
-        let name = order.name.seed_volume();
-        let entry = &order.at.entry;
-        let mac = names::mac_for(&order.key.installation_id, &order.name, &order.key.uid);
-        let meta_data = seed::network::meta_data(&order.name);
-        let vendor_data = seed::vendor::vendor_data(entry.vendor_data.as_deref(), entry.guest_agent);
-        let network_config = (entry.network_config == NetworkConfig::Written).then(|| seed::network::config(&mac));
-        let files = seed::iso::SeedFiles {
-            user_data: order.user_data.expose_secret(),
-            meta_data: meta_data.as_bytes(),
-            vendor_data: &vendor_data,
-            network_config: network_config.as_deref().map(str::as_bytes),
-        };
-        let image = seed::iso::build(&files)
-            .map_err(|fault| ProviderError::new(Reason::Internal, "the seed image cannot be built").with_source(fault))?;
-        if let Some(old) = volumes.iter().find(|v| v.name == name) {
-            // it may have been cut off in the middle
-            ignore_missing(site.hv.delete_volume(old).await)?;
-        }
-        failpoint!("create.before_seed");
-        let length = image.len() as u64;
-        let spec = VolumeSpec::Bytes { name: &name, length };
-        let volume = match site.hv.create_volume(&site.pool, &spec.to_xml()).await {
-            Ok(volume) => volume,
-            Err(e) if e.is(code::STORAGE_VOL_EXIST) => return Err(busy(&order.id()).with_source(e)),
-            Err(e) => return Err(e.into()),
-        };
-        failpoint!("create.after_seed_volume");
-        let (parts, receiver) = tokio::sync::mpsc::channel(1);
-        let feed = async move {
-            // neither waits for long: an upload that has ended drops the receiver, and says why
-            let _ = parts.send(UploadPart::Data(image.into())).await;
-            let Ok(finish) = parts.reserve().await else { return Ok(()) };
-            failpoint!("create.in_seed_upload");
-            finish.send(UploadPart::Finish);
-            Ok::<_, ProviderError>(())
-        };
-        let (fed, sent) = tokio::join!(feed, site.hv.upload(&volume, length, receiver, entry.budgets.upload_small));
-        fed?;
-        sent?;
-        Ok(())
-    }
-
-    /// Starts the domain and, if all is well, writes `ready` at the same time as it asks how it went.
-    async fn start(&self, order: &Order, site: &Site, domain: &DomainRef, ready: Option<&Mark>) -> Result<state::RawState> {
-        let id = order.id();
-        match site.hv.start_domain(domain).await {
-            Ok(()) => {}
-            // active already
-            Err(e) if e.is(code::OPERATION_INVALID) => {}
-            Err(e) => return Err(self.why_not_started(site, &id, e).await),
-        }
-        failpoint!("create.after_start");
-        let (state, marked) = tokio::join!(site.hv.domain_state(domain), async {
-            match ready {
-                Some(mark) => {
-                    failpoint!("create.before_ready");
-                    self.write_mark(site, domain, mark).await?;
-                    failpoint!("create.after_ready");
-                    Ok(())
-                }
-                None => Ok::<_, ProviderError>(()),
-            }
-        });
-        marked?;
-        let deadline = Instant::now() + order.at.entry.budgets.settle;
-        let mut raw = state?;
-        loop {
-            match state::map(raw, Phase::Ready) {
-                (State::Running, _) => return Ok(raw),
-                (State::Provisioning, _) if Instant::now() < deadline => {
-                    tokio::time::sleep(Duration::from_millis(200)).await;
-                    raw = site.hv.domain_state(domain).await?;
-                }
-                (_, reason) => {
-                    return Err(ProviderError::new(
-                        Reason::StartFailed,
-                        format!(
-                            "domain {} was started on host {} and did not stay up ({}); see its log under /var/log/libvirt/qemu there",
-                            id.name,
-                            id.host,
-                            state::describe(State::Stopped, reason)
-                        ),
-                    ));
-                }
-            }
-        }
-    }
-
-    /// libvirt answers most start failures with one code; what it could not find is looked for.
-    async fn why_not_started(&self, site: &Site, id: &InstanceId, error: crate::hypervisor::CallError) -> ProviderError {
-        if error.is(code::NO_DOMAIN) {
-            return changed(id).with_source(error);
-        }
-        // QEMU's own words, which no locale changes; domain capabilities say KVM is there when only its device file is
-        if site.entry.virt_type == VirtType::Kvm && error.kind.to_string().to_ascii_lowercase().contains("kvm") {
-            return preflight::kvm_unavailable(&site.entry, &site.host).with_source(error);
-        }
-        let original = ProviderError::from(error);
-        if matches!(original.reason(), Reason::StartFailed | Reason::LibvirtError | Reason::HostRejected)
-            && let Err(cause) = preflight::require_bridge(&*site.hv, &site.host).await
-            && cause.reason() == Reason::BridgeMissing
-        {
-            return cause.with_source(original);
-        }
-        original
     }
 
     /// Takes back what this Create made, after a failure that no retry mends.
@@ -540,189 +348,11 @@ async fn wait(job: &Job, max_wait: Duration, id: &InstanceId) -> Result<Created>
     }
 }
 
-/// The caller's wait is over; the work goes on.
-fn still_at(step: &Step, id: &InstanceId) -> ProviderError {
-    let error = match step {
-        Step::PullingImage(pull) => {
-            let status = pull.status();
-            let total = status.bytes_total.map_or_else(|| "an unannounced number of".to_owned(), |t| t.to_string());
-            let error = ProviderError::new(
-                Reason::ImagePullInProgress,
-                format!(
-                    "image {} is being fetched to host {}: {} of {total} bytes; the work goes on, call Create again with the same key",
-                    status.key, id.host, status.bytes_done
-                ),
-            )
-            .retry_after(PULL_RETRY)
-            .with_meta("bytes_done", status.bytes_done);
-            match status.bytes_total {
-                Some(total) => error.with_meta("bytes_total", total),
-                None => error,
-            }
-        }
-        step => ProviderError::new(
-            Reason::CallTimeout,
-            format!(
-                "creating instance {id} takes longer than max_wait; the work goes on (now: {}), call Create again with the same key",
-                step.label()
-            ),
-        )
-        .retry_after(BUSY_RETRY),
-    };
-    error.with_meta("step", step.label()).on_host(&id.host).on_instance(id)
-}
-
-fn may_join(job: &Job, terms: &Terms, id: &InstanceId) -> Result<()> {
-    let running = &job.terms;
-    if !mark::same(&running.key.uid, &terms.key.uid) || !mark::same(&running.key.installation_id, &terms.key.installation_id) {
-        return Err(owned_by_other(id, &running.key.uid, &terms.key.uid));
-    }
-    if !mark::same(&running.spec_hash, &terms.spec_hash) || running.host != terms.host {
-        return Err(spec_conflict(id, &running.spec_hash, &terms.spec_hash));
-    }
-    if job.cancel.is_cancelled() {
-        return Err(busy(id));
-    }
-    Ok(())
-}
-
-fn owned_by_caller(order: &Order, mark: &Mark, id: &InstanceId) -> Result<()> {
-    if !mark::same(&order.key.uid, &mark.uid) {
-        return Err(owned_by_other(id, &mark.uid, &order.key.uid));
-    }
-    if !mark::same(&order.key.installation_id, &mark.installation_id) {
-        let message = format!(
-            "instance {id} belongs to installation {}, this request comes from {}; choose another name",
-            mark.installation_id, order.key.installation_id
-        );
-        return Err(ProviderError::new(Reason::NameOwnedByOtherUid, message).with_meta("owner_installation_id", &mark.installation_id));
-    }
-    if !mark::same(&order.spec_hash, &mark.spec_hash) {
-        return Err(spec_conflict(id, &mark.spec_hash, &order.spec_hash));
-    }
-    Ok(())
-}
-
-fn owned_by_other(id: &InstanceId, owner: &str, caller: &str) -> ProviderError {
-    ProviderError::new(
-        Reason::NameOwnedByOtherUid,
-        format!(
-            "instance {id} belongs to uid {owner}, this request is for uid {caller}; choose another name, or delete the other one first"
-        ),
-    )
-    .with_meta("owner_uid", owner)
-}
-
-fn spec_conflict(id: &InstanceId, existing: &str, asked: &str) -> ProviderError {
-    ProviderError::new(
-        Reason::SpecConflict,
-        format!(
-            "instance {id} exists with another spec (hash {existing}, asked for {asked}); delete it before it is created with the new one"
-        ),
-    )
-    .with_meta("existing_spec_hash", existing)
-}
-
-fn paused(id: &InstanceId, reason: StateReason) -> ProviderError {
-    ProviderError::new(
-        Reason::PausedByAdmin,
-        format!(
-            "instance {id} exists and is paused ({}); resume it on the host (virsh resume {}) or delete it",
-            state::describe(State::Paused, reason),
-            id.name
-        ),
-    )
-    .with_meta("state_reason", reason.as_str_name())
-}
-
-fn busy(id: &InstanceId) -> ProviderError {
-    ProviderError::new(Reason::OperationInProgress, format!("another operation is at work on {id}; ask again in a moment"))
-        .retry_after(BUSY_RETRY)
-}
-
-fn changed(id: &InstanceId) -> ProviderError {
-    ProviderError::new(Reason::StateChanged, format!("{id} was changed by someone else in the middle of the call; call again"))
-        .retry_after(BUSY_RETRY)
-}
-
-fn shutting_down() -> ProviderError {
-    ProviderError::new(Reason::ShuttingDown, "this daemon is shutting down; call again when its successor serves").retry_after(BUSY_RETRY)
-}
-
-/// Volumes of the VM's names without a domain: not ours to overwrite.
-fn refuse_foreign_volumes(order: &Order, site: &Site, volumes: &[VolumeRef]) -> Result<()> {
-    let names = [order.name.overlay_volume(), order.name.seed_volume()];
-    match volumes.iter().find(|v| names.contains(&v.name)) {
-        None => Ok(()),
-        Some(volume) => Err(ProviderError::new(
-            Reason::VolumeConflict,
-            format!(
-                "pool {} on host {} holds a volume {} that no domain of that name uses; look what it is, then remove it there (virsh vol-delete {} --pool {})",
-                site.host.pool, site.host.name, volume.name, volume.name, site.host.pool
-            ),
-        )
-        .with_meta("volume", &volume.name)),
-    }
-}
-
-fn fits(order: &Order, base: &Base) -> Result<()> {
-    let disk = order.at.entry.disk_bytes();
-    if base.virtual_size <= disk {
-        return Ok(());
-    }
-    Err(ProviderError::invalid(
-        Reason::DiskTooSmall,
-        "placement.image",
-        format!(
-            "image {} is a disk of {} bytes and VMs of entry {} get {disk} bytes; raise diskSizeGb to at least {}, or use a smaller image",
-            order.at.image.key,
-            base.virtual_size,
-            order.at.entry.name,
-            base.virtual_size.div_ceil(1 << 30)
-        ),
-    )
-    .with_meta("image_bytes", base.virtual_size)
-    .with_meta("disk_bytes", disk))
-}
-
-/// A base that vanished under the overlay's creation is found missing by the next attempt.
-fn vanished_base(error: ProviderError) -> ProviderError {
-    if error.reason() == Reason::InstanceNotFound {
-        return ProviderError::new(Reason::StateChanged, "a volume vanished while the instance was created; call again").with_source(error);
-    }
-    error
-}
-
-fn ignore_missing(result: crate::hypervisor::CallResult<()>) -> Result<()> {
-    match result {
-        Err(e) if !e.is(code::NO_STORAGE_VOL) => Err(e.into()),
-        _ => Ok(()),
-    }
-}
-
 /// What a domain that has just been started is to its caller: on its way.
 fn starting(raw: state::RawState, phase: Phase) -> (State, StateReason) {
     match state::map(raw, phase) {
         (State::Running, _) => (State::Provisioning, StateReason::WaitingForAgent),
         other => other,
-    }
-}
-
-fn instance_of(order: &Order, mark: Mark, state: State, state_reason: StateReason) -> Instance {
-    Instance {
-        entry: order.at.entry.name.clone(),
-        id: order.id(),
-        uid: mark.uid,
-        installation_id: mark.installation_id,
-        spec_hash: mark.spec_hash,
-        phase: mark.phase,
-        image: InstanceImage { key: mark.image_key, digest: mark.base_digest, base_volume: mark.base },
-        last_error: None,
-        created_at: mark.created_at,
-        state,
-        state_reason,
-        state_message: state::describe(state, state_reason).to_owned(),
-        addresses: Vec::new(),
     }
 }
 

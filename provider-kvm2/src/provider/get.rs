@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError};
 use futures::future::join_all;
 use uuid::Uuid;
 
-use super::{Expected, Instance, InstanceImage, Key, MAX_REMEMBERED, Provider, Selector, placement};
+use super::{Expected, Instance, Key, MAX_REMEMBERED, Provider, Selector, placement};
 use crate::config::{Entry, Host};
 use crate::domain::addresses::{self, AddressSource, Reading};
 use crate::domain::mark::{self, Mark};
@@ -194,24 +194,12 @@ pub(super) async fn read_instance(
             }
         }
     }
-    if state_message.is_empty() {
-        state_message = state::describe(state, state_reason).to_owned();
+    let mut instance = Instance::of(&entry.name, id.clone(), mark, state, state_reason);
+    instance.addresses = addresses;
+    if !state_message.is_empty() {
+        instance.state_message = state_message;
     }
-    Ok(Instance {
-        entry: entry.name.clone(),
-        id: id.clone(),
-        uid: mark.uid,
-        installation_id: mark.installation_id,
-        spec_hash: mark.spec_hash,
-        phase: mark.phase,
-        image: InstanceImage { key: mark.image_key, digest: mark.base_digest, base_volume: mark.base },
-        last_error: None,
-        created_at: mark.created_at,
-        state,
-        state_reason,
-        state_message,
-        addresses,
-    })
+    Ok(instance)
 }
 
 /// The agent first, since only it knows the guest from inside; leases and the ARP table together.
