@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::case::{request, uid_of};
 use crate::clients::Clients;
+use crate::daemon::Daemon;
 use crate::fault_proxy::FaultProxy;
 use crate::lab::Host;
 
@@ -61,24 +62,27 @@ async fn round_trips(rig: &Rig, script: &Script) -> Figure {
     let rival = Rival::to(&rig.case.lab, host, Some(proxy.addr()), &rig.dir("rival-far"));
 
     let (mut turns, mut calls, mut waited, mut far) = (Series::default(), Series::default(), Series::default(), Series::default());
+    let (mut start_near, mut start_far) = (Series::default(), Series::default());
     let mut named = String::new();
+    let rtt = 2.0 * DELAY.as_secs_f64();
     for round in 0..rig.rounds {
         let vm = rig.case.vm(&format!("far{round}"));
-        let (before, logged) = (proxy.counts(), daemon.log().len());
-        let near = create(&clients, &vm).await;
-        turns.push((proxy.counts().round_trips - before.round_trips) as f64);
-        let log = daemon.log();
-        calls.push(calls_in(&log[logged..]).len() as f64);
+        let turned = proxy.counts().round_trips;
+        let near = Observed::create(&daemon, &clients, &vm).await;
+        turns.push((proxy.counts().round_trips - turned) as f64);
+        calls.push(near.calls.len() as f64);
         delete(&clients, &vm).await;
 
-        let logged = daemon.log().len();
         proxy.delay(DELAY);
-        let delayed = create(&clients, &vm).await;
-        named = calls_in(&daemon.log()[logged..]).join(", ");
+        let delayed = Observed::create(&daemon, &clients, &vm).await;
         proxy.delay(Duration::ZERO);
         delete(&clients, &vm).await;
-        far.push_seconds(delayed);
-        waited.push((delayed.as_secs_f64() - near.as_secs_f64()) / (2.0 * DELAY.as_secs_f64()));
+        far.push(delayed.took);
+        start_near.push(near.start());
+        start_far.push(delayed.start());
+        // the start of QEMU takes longer and varies more than all else; as one call it is one round trip
+        waited.push((delayed.took - delayed.start() - near.took + near.start()) / rtt + 1.0);
+        named = delayed.calls.iter().map(|(name, took)| format!("{name} {:.0}", took * 1000.0)).collect::<Vec<_>>().join(", ");
     }
     proxy.delay(DELAY);
     let (mut each, mut session) = (Series::default(), Series::default());
@@ -96,18 +100,36 @@ async fn round_trips(rig: &Rig, script: &Script) -> Figure {
         .line("changes of direction on the wire", Unit::Plain, &turns)
         .line("libvirt calls, some at once", Unit::Plain, &calls)
         .line(format!("Create with a round trip of {rtt} ms"), Unit::Seconds, &far)
+        .line("  of it start_domain", Unit::Seconds, &start_far)
+        .line("start_domain without the delay", Unit::Seconds, &start_near)
         .line(format!("script, {rtt} ms"), Unit::Seconds, &each)
         .line(format!("virsh session, {rtt} ms"), Unit::Seconds, &session)
         .note(format!("calls of the last with {rtt} ms, and their ms: {named}"))
 }
 
-fn calls_in(log: &str) -> Vec<String> {
-    let calls = log.lines().filter(|line| line.contains("libvirt call")).filter_map(|line| {
-        let mut words = line.split("rpc=").nth(1)?.split_whitespace();
-        let (name, took) = (words.next()?.trim_matches('"'), words.next()?.strip_prefix("ms=")?.parse::<f64>().ok()?);
-        Some(format!("{name} {took:.0}"))
-    });
-    calls.collect()
+/// A Create and the calls that it made, in seconds.
+struct Observed {
+    took: f64,
+    calls: Vec<(String, f64)>,
+}
+
+impl Observed {
+    async fn create(daemon: &Daemon, clients: &Clients, vm: &str) -> Self {
+        let logged = daemon.log().len();
+        let took = create(clients, vm).await.as_secs_f64();
+        let log = daemon.log();
+        let calls = log[logged..].lines().filter(|line| line.contains("libvirt call")).filter_map(|line| {
+            let mut words = line.split("rpc=").nth(1)?.split_whitespace();
+            let (name, ms) = (words.next()?.trim_matches('"'), words.next()?.strip_prefix("ms=")?.parse::<f64>().ok()?);
+            Some((name.to_owned(), ms / 1000.0))
+        });
+        Self { took, calls: calls.collect() }
+    }
+
+    fn start(&self) -> f64 {
+        let started = self.calls.iter().find(|(name, _)| name == "start_domain");
+        started.unwrap_or_else(|| panic!("the log of a Create names no start: {:?}", self.calls)).1
+    }
 }
 
 async fn create(clients: &Clients, vm: &str) -> Duration {
