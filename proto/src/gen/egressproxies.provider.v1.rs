@@ -2216,7 +2216,8 @@ pub struct CheckRequest {
     #[prost(string, tag = "1")]
     pub entry: ::prost::alloc::string::String,
     /// OPTIONAL. The most time for all hosts together; greater than zero and at most 5 min. Absent means
-    /// 10 s. Hosts that have not answered by then are rows with TIMEOUT.
+    /// 10 s. Hosts that have not answered by then are rows with TIMEOUT, or with UNREACHABLE where not
+    /// even the connection stood. Of many hosts each may get a part of the time only.
     #[prost(message, optional, tag = "2")]
     pub timeout: ::core::option::Option<::prost_types::Duration>,
 }

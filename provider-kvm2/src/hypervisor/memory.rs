@@ -19,6 +19,7 @@ use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use futures::FutureExt;
 use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
@@ -50,6 +51,7 @@ pub struct MemoryHost {
     crashes: AtomicU64,
     open_streams: AtomicU64,
     links: Mutex<Vec<CancellationToken>>,
+    closing_takes: Mutex<Duration>,
 }
 
 #[derive(Default)]
@@ -128,6 +130,7 @@ impl MemoryHost {
             crashes: AtomicU64::new(0),
             open_streams: AtomicU64::new(0),
             links: Mutex::default(),
+            closing_takes: Mutex::default(),
         });
         host.add_pool("default", 100 << 30);
         host
@@ -263,6 +266,11 @@ impl MemoryHost {
     /// Every open link is lost, as in a restart of libvirtd.
     pub fn drop_links(&self) {
         lock(&self.links).drain(..).for_each(|link| link.cancel());
+    }
+
+    /// Closing a link takes so long, on a clock that is paused.
+    pub fn closing_takes(&self, time: Duration) {
+        *lock(&self.closing_takes) = time;
     }
 
     /// How often something was done that kills a libvirtd 11.3. Must stay 0.
@@ -819,6 +827,11 @@ impl Hypervisor for MemoryLink {
 
     fn close(&self) {
         self.dead.cancel();
+        let time = *lock(&self.host.closing_takes);
+        if !time.is_zero() {
+            // the clock moves at the first poll, before the future yields
+            let _ = tokio::time::advance(time).now_or_never();
+        }
     }
 }
 
@@ -830,6 +843,7 @@ pub struct MemoryConnect {
     refusals: Mutex<VecDeque<ProviderError>>,
     dials: AtomicU64,
     unreachable: AtomicBool,
+    silent: Mutex<Vec<String>>,
 }
 
 impl MemoryConnect {
@@ -849,6 +863,11 @@ impl MemoryConnect {
 
     pub fn set_unreachable(&self, unreachable: bool) {
         self.unreachable.store(unreachable, Ordering::SeqCst);
+    }
+
+    /// From here on a dial of this host neither succeeds nor fails.
+    pub fn set_silent(&self, host: &str) {
+        lock(&self.silent).push(host.to_owned());
     }
 
     pub fn dials(&self) -> u64 {
@@ -882,6 +901,9 @@ impl Connect for MemoryConnect {
     }
 
     async fn dedicated(&self, host: &HostId) -> Result<Arc<dyn Hypervisor>, ProviderError> {
+        if lock(&self.silent).contains(&host.host) {
+            std::future::pending::<()>().await;
+        }
         Ok(self.dial(host)?)
     }
 }

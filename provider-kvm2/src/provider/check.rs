@@ -19,17 +19,20 @@ pub(super) const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
 impl Provider {
     pub(super) async fn check_hosts(&self, entry: &str, timeout: Duration) -> Result<Vec<HostCheck>> {
         let entry = placement::entry(&self.config.current(), entry)?;
-        let deadline = Instant::now() + if timeout.is_zero() { DEFAULT_TIMEOUT } else { timeout };
+        let timeout = if timeout.is_zero() { DEFAULT_TIMEOUT } else { timeout };
+        let deadline = Instant::now() + timeout;
+        let share = share(timeout, entry.hosts.len());
         let rows = stream::iter(entry.hosts.iter().cloned())
-            .map(|host| self.check_host(entry.clone(), host, deadline))
+            .map(|host| self.check_host(entry.clone(), host, share, deadline))
             .buffered(FAN_OUT)
             .collect()
             .await;
         Ok(rows)
     }
 
-    async fn check_host(&self, entry: Arc<Entry>, host: Host, deadline: Instant) -> HostCheck {
+    async fn check_host(&self, entry: Arc<Entry>, host: Host, share: Duration, deadline: Instant) -> HostCheck {
         let started = Instant::now();
+        let deadline = deadline.min(started + share);
         let mut details =
             HostDetails { user: host.user.clone(), pool: host.pool.clone(), warnings: entry.warnings.clone(), ..HostDetails::default() };
         let id = HostId { entry: entry.name.clone(), host: host.name.clone() };
@@ -41,14 +44,20 @@ impl Provider {
         };
         let outcome = match tokio::time::timeout_at(deadline, probe).await {
             Ok(outcome) => outcome,
-            Err(_) => Err(ProviderError::new(
-                Reason::CallTimeout,
-                format!(
-                    "host {} did not answer all questions within the check's {} ms",
-                    host.name,
-                    deadline.duration_since(started).as_millis()
-                ),
-            )),
+            Err(_) => {
+                let ms = deadline.duration_since(started).as_millis();
+                // the round may be shorter than a dial: a host that never took the connection is not a slow one
+                Err(match &link {
+                    None => ProviderError::new(
+                        Reason::HostUnreachable,
+                        format!("no connection to host {} within the check's {ms} ms", host.name),
+                    ),
+                    Some(_) => ProviderError::new(
+                        Reason::CallTimeout,
+                        format!("host {} did not answer all questions within the check's {ms} ms", host.name),
+                    ),
+                })
+            }
         };
         let latency = started.elapsed();
         if let Some(hv) = link {
@@ -61,6 +70,12 @@ impl Provider {
         let remediation = problem.as_ref().map(|e| remediation(e.reason(), &host, &entry)).unwrap_or_default();
         HostCheck { host: host.name.clone(), address: host.endpoint(), latency, problem, remediation, details }
     }
+}
+
+/// What one host gets of a round, so that each has its turn however many before it are silent.
+fn share(timeout: Duration, hosts: usize) -> Duration {
+    let turns = u32::try_from(hosts.div_ceil(FAN_OUT)).unwrap_or(u32::MAX);
+    timeout / turns.max(1)
 }
 
 async fn probe(hv: &dyn Hypervisor, entry: &Entry, host: &Host, details: &mut HostDetails) -> Result<()> {
@@ -77,8 +92,9 @@ async fn probe(hv: &dyn Hypervisor, entry: &Entry, host: &Host, details: &mut Ho
     if let Ok(info) = &info {
         details.pool_state = pool_state(info.state).to_owned();
         details.pool_capacity_bytes = info.capacity;
-        details.pool_available_bytes = info.available;
         details.pool_reserve_bytes = entry.pool_reserve.bytes(info.capacity);
+        // what Create can use: it leaves the reserve alone
+        details.pool_available_bytes = info.available.saturating_sub(details.pool_reserve_bytes);
     }
     let (emulator, able) = able;
     details.emulator = emulator;
@@ -88,11 +104,11 @@ async fn probe(hv: &dyn Hypervisor, entry: &Entry, host: &Host, details: &mut Ho
         return Err(sites::pool_error(error, host));
     }
     able?;
-    if info.available < details.pool_reserve_bytes.saturating_add(entry.disk_bytes()) {
+    if details.pool_available_bytes < entry.disk_bytes() {
         details.warnings.push(format!(
-            "pool {} has no room for another VM: {} MiB available, {} MiB kept in reserve",
+            "pool {} has no room for another VM: {} MiB available, {} MiB more kept in reserve",
             host.pool,
-            info.available >> 20,
+            details.pool_available_bytes >> 20,
             details.pool_reserve_bytes >> 20
         ));
     }

@@ -559,6 +559,98 @@ async fn a_check_answers_a_row_per_host_whatever_happens() {
     assert_eq!(row.problem.map(|e| e.reason()), Some(Reason::CallTimeout));
 }
 
+/// Hosts hv1, hv2 and so on in one entry, and a daemon.
+struct Fleet {
+    hosts: Vec<Arc<MemoryHost>>,
+    connect: Arc<MemoryConnect>,
+    provider: Provider,
+}
+
+impl Fleet {
+    fn of(size: usize) -> Self {
+        let hosts: Vec<_> = (1..=size).map(|n| MemoryHost::new(&format!("hv{n}"))).collect();
+        let names: Vec<_> = (1..=size).map(|n| format!("hv{n}")).collect();
+        let ids = names.iter().map(|name| HostId { entry: "lab".into(), host: name.clone() });
+        let connect = MemoryConnect::new(ids.zip(hosts.iter().cloned()));
+        let entry = Entry { hosts: names.iter().map(|name| host(name)).collect(), ..entry() };
+        let config = ConfigHandle::fixed(Config { entries: vec![Arc::new(entry)] });
+        let images = ImageCache::new(connect.clone(), Metrics::new());
+        Self { hosts, provider: Provider::new(config, connect.clone(), images, "a".into()), connect }
+    }
+
+    async fn check(&self, timeout: Duration) -> Vec<HostCheck> {
+        self.provider.check("", timeout).await.expect("a round")
+    }
+}
+
+fn problem(row: &HostCheck) -> Option<Reason> {
+    row.problem.as_ref().map(|e| e.reason())
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_row_has_the_reason_of_its_own_host_and_a_sound_one_waits_for_nobody() {
+    let fleet = Fleet::of(4);
+    fleet.hosts[0].freeze_at(0);
+    fleet.hosts[2].stop_pool("default");
+    fleet.connect.set_silent("hv4");
+    let rows = fleet.check(Duration::from_secs(3)).await;
+    assert_eq!(rows.iter().map(|r| r.host.as_str()).collect::<Vec<_>>(), ["hv1", "hv2", "hv3", "hv4"]);
+    let reasons: Vec<_> = rows.iter().map(problem).collect();
+    assert_eq!(reasons, [Some(Reason::CallTimeout), None, Some(Reason::PoolNotActive), Some(Reason::HostUnreachable)]);
+    assert_eq!([rows[1].latency, rows[2].latency], [Duration::ZERO; 2], "paused time: only waiting takes any");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_check_shows_the_space_that_a_create_may_use() {
+    let fleet = Fleet::of(1);
+    fleet.hosts[0].grow_behind_the_back("default", 40 << 30);
+    let details = fleet.check(Duration::ZERO).await.remove(0).details;
+    assert_eq!([details.pool_available_bytes, details.pool_reserve_bytes].map(|n| n >> 30), [55, 5]);
+    assert_eq!(details.warnings, Vec::<String>::new());
+    fleet.hosts[0].grow_behind_the_back("default", 55 << 30);
+    let details = fleet.check(Duration::ZERO).await.remove(0).details;
+    assert_eq!(details.pool_available_bytes, 0);
+    assert!(details.warnings.iter().any(|w| w.contains("no room")), "{:?}", details.warnings);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_latency_of_a_check_does_not_count_the_closing_of_its_link() {
+    let fleet = Fleet::of(1);
+    fleet.hosts[0].closing_takes(Duration::from_secs(5));
+    let started = tokio::time::Instant::now();
+    let row = fleet.check(Duration::ZERO).await.remove(0);
+    assert_eq!(started.elapsed(), Duration::from_secs(5), "the link was closed");
+    assert_eq!((problem(&row), row.latency), (None, Duration::ZERO));
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_connection_is_unreachable_and_no_answer_a_timeout_however_long_the_round() {
+    for timeout in [1, 3_000, 10_000, 20_000].map(Duration::from_millis) {
+        let fleet = Fleet::of(2);
+        fleet.connect.set_silent("hv1");
+        fleet.hosts[1].freeze_at(1);
+        let rows = fleet.check(timeout).await;
+        let reasons: Vec<_> = rows.iter().map(problem).collect();
+        assert_eq!(reasons, [Some(Reason::HostUnreachable), Some(Reason::CallTimeout)], "in {timeout:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn at_most_sixteen_hosts_are_asked_at_a_time_and_each_has_its_turn_before_the_deadline() {
+    let fleet = Fleet::of(40);
+    fleet.hosts[..39].iter().for_each(|host| host.freeze_at(0));
+    let started = tokio::time::Instant::now();
+    let while_the_first_wait = async {
+        tokio::time::sleep(Duration::from_millis(2_900)).await;
+        fleet.connect.dials()
+    };
+    let (rows, dials) = tokio::join!(fleet.check(Duration::from_secs(9)), while_the_first_wait);
+    assert_eq!(dials, 16);
+    assert!(started.elapsed() <= Duration::from_secs(9), "{:?}", started.elapsed());
+    assert_eq!(rows.iter().filter(|r| problem(r) == Some(Reason::CallTimeout)).count(), 39);
+    assert_eq!(problem(&rows[39]), None, "behind 39 silent hosts a sound one is still asked");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_start_that_fails_for_a_bridge_that_vanished_says_so() {
     let bench = Bench::warm();
