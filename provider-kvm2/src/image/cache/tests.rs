@@ -2,6 +2,7 @@ use super::*;
 use crate::hypervisor::classify::with_errno;
 use crate::hypervisor::memory::{MemoryConnect, MemoryHost};
 use crate::hypervisor::{CallFailure, UploadPart};
+use crate::image::http::Timing;
 use crate::image::http::testing::{QUICK, Reply, Server, file};
 use crate::image::tests::{entry, host};
 use crate::image::unpack::Packing;
@@ -527,14 +528,68 @@ async fn a_shutdown_ends_a_pull_and_removes_what_it_made() {
     assert_eq!(reason(cache.pull(lab.wanted()).wait().await), Reason::ShuttingDown, "nothing begins after a shutdown");
 }
 
+/// What breaks an upload.
+#[derive(Debug, Clone, Copy)]
+enum Breakage {
+    SourceCut,
+    SourceSilent,
+    WrongDigest,
+    NotAnImage,
+    HostRefusesAPart,
+    LinkLost,
+    NoRoom,
+    VolumeGone,
+}
+
+#[rstest]
+#[case(Breakage::SourceCut)]
+#[case(Breakage::SourceSilent)]
+#[case(Breakage::WrongDigest)]
+#[case(Breakage::NotAnImage)]
+#[case(Breakage::HostRefusesAPart)]
+#[case(Breakage::LinkLost)]
+#[case(Breakage::NoRoom)]
+#[case(Breakage::VolumeGone)]
 #[tokio::test]
-async fn failing_again_and_again_leaks_no_task_or_stream() {
-    let lab = Lab::scripted([Reply::whole(200, &[], &qcow2(300_000)).cut(200_000)]).await;
-    let cache = lab.cache();
-    for _ in 0..50 {
-        assert_eq!(reason(cache.pull(lab.wanted()).wait().await), Reason::ImageSourceBroken);
+async fn two_hundred_failed_uploads_leave_no_volume_stream_task_or_space(#[case] breakage: Breakage) {
+    let whole = Reply::whole(200, &[], &qcow2(30_000));
+    let reply = match breakage {
+        Breakage::SourceCut => whole.cut(20_000),
+        Breakage::SourceSilent => whole.stalled(20_000),
+        Breakage::NotAnImage => Reply::whole(200, &[], &[0; 4096]),
+        _ => whole,
+    };
+    let lab = Lab::scripted([reply]).await;
+    let timing = Timing { stall: Duration::from_millis(5), tries: 1, ..QUICK };
+    let timing = if matches!(breakage, Breakage::SourceSilent) { timing } else { QUICK };
+    let cache = ImageCache::with(lab.connect.clone(), Metrics::new(), Source::new(timing), Patience::default());
+    for n in 0..200u32 {
+        let mut wanted = lab.wanted();
+        match breakage {
+            // one that was found wrong is answered from memory
+            Breakage::WrongDigest => wanted.image.sha256 = Some(digest(&n.to_be_bytes())),
+            Breakage::HostRefusesAPart => {
+                let failure = CallFailure::Libvirt { code: 38, domain: 18, message: "cannot write".into() };
+                lab.host.fail_next("upload part", failure);
+            }
+            Breakage::LinkLost => lab.host.fail_next("upload part", CallFailure::LinkDead { cause: "cut".into() }),
+            Breakage::NoRoom => wanted.host.pool = "full".into(),
+            Breakage::VolumeGone => {
+                let gone = CallFailure::Libvirt { code: code::NO_STORAGE_VOL, domain: 18, message: "no such volume".into() };
+                lab.host.fail_next("upload", gone);
+            }
+            Breakage::SourceCut | Breakage::SourceSilent | Breakage::NotAnImage => {}
+        }
+        if n == 0 {
+            lab.host.add_pool("full", 1 << 10);
+        }
+        reason(cache.pull(wanted).wait().await);
     }
-    assert_eq!((lab.volumes().len(), lab.host.open_streams(), lab.host.crashes()), (0, 0, 0));
+    assert_eq!((lab.volumes(), lab.host.volume_names("full")), (Vec::new(), Vec::new()));
+    assert_eq!((lab.host.open_streams(), lab.host.crashes()), (0, 0));
+    let link = lab.host.link();
+    let pool = link.lookup_pool("default").await.unwrap();
+    assert_eq!(link.pool_info(&pool).await.unwrap().available, 100 * GIB);
     cache.shutdown().await;
     assert_eq!(cache.tasks.len(), 0);
 }
