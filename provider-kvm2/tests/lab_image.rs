@@ -303,6 +303,60 @@ async fn a_wrong_digest_and_a_pool_without_room_leave_nothing() {
     lab.end();
 }
 
+/// Fills the pool `small` behind libvirt's back but for so many KiB that a process that is not root may use.
+struct FullPool<'a>(&'a Lab);
+
+impl<'a> FullPool<'a> {
+    fn but_for(lab: &'a Lab, kib: &str) -> Self {
+        let full = Self(lab);
+        full.act(&["fill-pool", "small", kib]);
+        full
+    }
+
+    fn act(&self, args: &[&str]) {
+        let script = PathBuf::from(self.0.text("/tools_dir")).join("host");
+        let id = self.0.description["id"].to_string();
+        let done = Command::new(script).args(["--id", &id, &self.0.text("/hosts/0/name")]).args(args).stdout(Stdio::null()).status();
+        assert!(done.is_ok_and(|status| status.success()), "{args:?}");
+    }
+}
+
+impl Drop for FullPool<'_> {
+    fn drop(&mut self) {
+        self.act(&["unfill-pool", "small"]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_only_root_could_use_of_a_pool_is_not_taken_for_an_image() {
+    let Some(mut lab) = lab("img-e") else { return };
+    let length = 5 << 20;
+    let url = breaking_server(qcow2_header(), length, length).await;
+    let pull = async |lab: &Lab| {
+        let table = lab.table();
+        let mut wanted = lab.wanted(&url, None);
+        wanted.host.pool = "small".to_owned();
+        let outcome = lab.cache(&table).pull(wanted).wait().await;
+        table.shutdown().await;
+        outcome
+    };
+    Arc::make_mut(&mut lab.entry).pool_reserve = PoolReserve::FivePercent;
+    let full = FullPool::but_for(&lab, "1024");
+    let e = pull(&lab).await.expect_err("only root has room for it");
+    assert_eq!(e.reason(), Reason::PoolSpace, "{e:?}");
+    assert_eq!(lab.volumes("small"), Vec::<String>::new());
+    drop(full);
+    pull(&lab).await.expect("there is room again, and nobody told libvirt");
+
+    // the reserve it was, and not a lack of room for libvirtd, which is root
+    lab.sweep();
+    Arc::make_mut(&mut lab.entry).pool_reserve = PoolReserve::Bytes(0);
+    let full = FullPool::but_for(&lab, "1024");
+    pull(&lab).await.expect("root has room for it");
+    drop(full);
+    lab.end();
+}
+
 /// What the next test kills: the same test in a process of its own. It says on stdout when it is in the middle.
 async fn pull_until_killed() {
     let (_, description) = described().expect("the parent has a lab");
