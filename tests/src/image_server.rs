@@ -125,6 +125,11 @@ impl ImageServer {
         self.state.gate.send_replace(Gate::Open);
     }
 
+    /// From here on they are held again.
+    pub fn close_gate(&self) {
+        self.state.gate.send_replace(Gate::Closed);
+    }
+
     /// Every request so far.
     pub fn seen(&self) -> Vec<Seen> {
         self.state.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()

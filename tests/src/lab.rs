@@ -48,6 +48,30 @@ pub struct LabImage {
     pub size: u64,
 }
 
+/// What was broken on a host, mended when this is dropped: also when the test fails.
+#[derive(Debug)]
+pub struct Broken<'a> {
+    host: &'a Host,
+    mend: &'static [&'static str],
+}
+
+impl<'a> Broken<'a> {
+    /// Breaks with one action of `tests/lab/host`, and mends with another.
+    pub fn by(host: &'a Host, act: &[&str], mend: &'static [&'static str]) -> Self {
+        let broken = Self { host, mend };
+        host.act(act);
+        broken
+    }
+}
+
+impl Drop for Broken<'_> {
+    fn drop(&mut self) {
+        if let Err(why) = self.host.try_act(self.mend) {
+            eprintln!("mending {}: {why}", self.host.name);
+        }
+    }
+}
+
 /// A hypervisor of the lab.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Host {
@@ -172,7 +196,12 @@ impl Host {
 
     /// `tests/lab/host`: breaks or mends something of this host.
     pub fn act(&self, args: &[&str]) -> String {
-        run_ok(bounded(self.tools_dir.join("host")).args(["--id", &self.lab_id.to_string(), &self.name]).args(args))
+        self.try_act(args).unwrap_or_else(|e| panic!("{e}"))
+    }
+
+    /// As [`Host::act`], for what must not panic: mending in a drop.
+    pub fn try_act(&self, args: &[&str]) -> Result<String, String> {
+        run(bounded(self.tools_dir.join("host")).args(["--id", &self.lab_id.to_string(), &self.name]).args(args))
     }
 
     /// Pid of a daemon of the host as it is now; it changes with a restart.

@@ -25,6 +25,11 @@ impl ScratchImage {
         Self::by_qemu_img(dir, name, &["-f", "qcow2", "-u", "-b", backing, "-F", "raw"], "16M")
     }
 
+    /// An empty qcow2 at `path` over a raw file that only the host sees.
+    pub fn overlay(path: &Path, backing: &str, size: &str) {
+        run_ok(bounded("qemu-img").args(["create", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", backing]).arg(path).arg(size));
+    }
+
     fn by_qemu_img(dir: &Path, name: &str, options: &[&str], size: &str) -> Self {
         let path = dir.join(name);
         run_ok(bounded("qemu-img").args(["create", "-q"]).args(options).arg(&path).arg(size));
@@ -38,6 +43,29 @@ impl ScratchImage {
         let path = dir.join(name);
         run_ok(Command::new("qemu-img").args(["convert", "-q", "-f", "raw", "-O", "qcow2"]).arg(&raw).arg(&path));
         std::fs::remove_file(&raw).expect("removing a scratch file");
+        Self::of(path)
+    }
+
+    /// A raw image whose boot sector writes over the disk by BIOS calls, 128 MiB from 1 MiB on, and halts:
+    /// a guest that needs room and no operating system.
+    pub fn that_writes(dir: &Path, name: &str) -> Self {
+        #[rustfmt::skip]
+        const CODE: [u8; 38] = [
+            0x31, 0xc0, 0x8e, 0xd8, 0x8e, 0xd0,                     // ds, ss := 0
+            0xbc, 0x00, 0x7c, 0xfb,                                 // sp := 7c00, sti
+            0xbe, 0x40, 0x7c, 0xb8, 0x00, 0x43, 0xcd, 0x13,         // next: extended write of the packet at 7c40
+            0x66, 0x83, 0x06, 0x48, 0x7c, 0x40,                     // its sector += 64
+            0x66, 0x81, 0x3e, 0x48, 0x7c, 0x00, 0x08, 0x04, 0x00,   // up to 129 MiB
+            0x72, 0xe7, 0xf4, 0xeb, 0xfd,                           // jb next; halt
+        ];
+        // 64 sectors from 0000:7c00 to sector 2048
+        const PACKET: [u8; 16] = [16, 0, 64, 0, 0x00, 0x7c, 0, 0, 0x00, 0x08, 0, 0, 0, 0, 0, 0];
+        let mut image = vec![0; 1 << 20];
+        image[..CODE.len()].copy_from_slice(&CODE);
+        image[0x40..0x50].copy_from_slice(&PACKET);
+        image[0x1fe..0x200].copy_from_slice(&[0x55, 0xaa]);
+        let path = dir.join(name);
+        std::fs::write(&path, image).expect("writing a scratch image");
         Self::of(path)
     }
 

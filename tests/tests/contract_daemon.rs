@@ -340,6 +340,17 @@ async fn a_changed_providers_file_is_served_without_a_restart_and_a_broken_one_i
     assert_eq!(machines(&mut provider).await, ["large"], "a broken file changes nothing");
 }
 
+#[tokio::test]
+async fn a_check_repeats_what_is_unsafe_in_the_configuration() {
+    let dir = dir();
+    let plain = json!({ "url": "http://127.0.0.1:1/plain.qcow2", "firmware": "bios" });
+    let daemon = Daemon::start(dir.path(), &one_entry(dir.path()).image("plain", plain).into()).await;
+    assert!(daemon.log().contains("image plain comes over plain http"), "{}", daemon.log());
+    let rows = daemon.clients().check().await.expect("a table").hosts;
+    let [warning] = &rows[0].details.as_ref().expect("details").warnings[..] else { panic!("{rows:?}") };
+    assert!(warning.contains("image plain comes over plain http"), "{warning}");
+}
+
 #[test]
 fn config_check_says_what_a_file_means_or_everything_that_is_wrong() {
     let dir = dir();

@@ -2,10 +2,13 @@
 
 use std::time::Duration;
 
-use egress_provider_proto::v1::{CheckReason, CreateRequest, ErrorReason as Reason, HostCheck, Placement};
+use egress_provider_proto::v1::{
+    CheckReason, CreateRequest, ErrorReason as Reason, HostCheck, InstanceState, ListByTagResponse, Placement, StateReason,
+};
 use lab_tests::case::{request, uid_of};
-use lab_tests::lab::Host;
-use lab_tests::{Case, Clients, Fault, FaultProxy, eventually, refused};
+use lab_tests::lab::{Broken, Host};
+use lab_tests::scratch::ScratchImage;
+use lab_tests::{Answer, Case, Clients, Fault, FaultProxy, ImageServer, eventually, refused};
 use tokio::sync::{Mutex, MutexGuard};
 
 /// The host that these tests break; nobody else's tests use it.
@@ -100,7 +103,8 @@ async fn a_pool_without_room_is_quota_with_numbers_and_check_shows_the_same() {
         |key: &str| refusal.metadata.get(key).and_then(|n| n.parse::<u64>().ok()).unwrap_or_else(|| panic!("{key} in {refusal:?}"));
     assert!(number("needed_bytes") > number("available_bytes"));
     let row = row(&clients).await;
-    assert_eq!(row.details.and_then(|d| d.pool_available_bytes), Some(number("available_bytes")));
+    let offered = number("available_bytes").saturating_sub(number("reserve_bytes"));
+    assert_eq!(row.details.and_then(|d| d.pool_available_bytes), Some(offered));
     assert!(!case.host(BROKEN).domains().contains(&case.vm("a")));
 }
 
@@ -118,6 +122,89 @@ async fn an_unknown_machine_is_found_by_check_and_by_create_before_anything_is_m
     let Some(case) = Case::start("machine", &[BROKEN]) else { return };
     let daemon = case.daemon(case.entry().set("machine", "pdp11")).await;
     lacks(&case, &daemon, Reason::MachineUnsupported, CheckReason::MachineUnsupported).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_without_uefi_firmware_is_found_by_check_and_by_create_before_anything_is_made() {
+    let _turn = alone().await;
+    let Some(case) = Case::start("firmware", &[BROKEN]) else { return };
+    let _none = Broken::by(case.host(BROKEN), &["firmware", "none"], &["firmware", "plain"]);
+    let daemon = case.daemon(case.entry().image_set("tiny", "firmware", "uefi")).await;
+    lacks(&case, &daemon, Reason::FirmwareUnavailable, CheckReason::FirmwareUnavailable).await;
+    // it is the image that needs it
+    let clients = daemon.clients();
+    clients.create(request(&case.vm("bios"), BROKEN, "tiny-raw")).await.expect("a BIOS image needs none");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_grew_behind_libvirts_back_and_what_only_root_could_use_is_offered_by_neither_create_nor_check() {
+    let _turn = alone().await;
+    let Some(case) = Case::start("reserve", &[BROKEN]) else { return };
+    let broken = case.host(BROKEN);
+    let daemon = case.daemon(case.entry().host_set(BROKEN, "pool", "small")).await;
+    let clients = daemon.clients();
+    let shown = async || {
+        let details = row(&clients).await.details.expect("details");
+        (details.pool_available_bytes.expect("read"), details.pool_reserve_bytes)
+    };
+    let (before, _) = shown().await;
+    // 1 MiB is left for QEMU, and some more for root, which libvirtd is
+    let full = Broken::by(broken, &["fill-pool", "small", "1024"], &["unfill-pool", "small"]);
+    let refusal = refused(clients.create(case.request(&case.vm("a"), BROKEN)).await, Reason::PoolSpace);
+    let number =
+        |key: &str| refusal.metadata.get(key).and_then(|n| n.parse::<u64>().ok()).unwrap_or_else(|| panic!("{key} in {refusal:?}"));
+    let (available, reserve) = (number("available_bytes"), number("reserve_bytes"));
+    assert!(available < before, "nobody has told libvirt: {available} of {before}");
+    assert!((1 << 20..8 << 20).contains(&available) && reserve > 4 << 20, "root's part is in the one and the other: {refusal:?}");
+    assert_eq!(shown().await, (available - reserve, reserve));
+    assert!(!broken.domains().contains(&case.vm("a")));
+    drop(full);
+    assert_eq!(shown().await.0, before);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_paused_by_a_full_pool_is_reported_so_and_neither_resumed_nor_destroyed() {
+    let _turn = alone().await;
+    let Some(case) = Case::start("enospc", &[BROKEN]) else { return };
+    let broken = case.host(BROKEN);
+    let image = ScratchImage::that_writes(case.dir(), "w.raw");
+    let server = ImageServer::start().await;
+    server.serve("w.raw", image.bytes(), [Answer::Whole]);
+    let writer = serde_json::json!({ "url": server.url("w.raw"), "sha256": image.sha256, "format": "raw", "firmware": "bios" });
+    let daemon = case.daemon(case.entry().image("writer", writer)).await;
+    let clients = daemon.clients();
+    let vm = case.vm("a");
+    clients.create(request(&vm, BROKEN, "writer")).await.expect("created");
+
+    // its disk goes to a file system that can be filled: a disk of a Create needs more room than the small pool has
+    broken.virsh(&["destroy", &vm]);
+    let disk = format!("{vm}.qcow2");
+    let xml = broken.virsh(&["vol-dumpxml", &disk, "--pool", "default"]);
+    let base = xml.split("<backingStore>").nth(1).and_then(|x| x.split("<path>").nth(1)?.split("</path>").next()).expect("a backing file");
+    let (here, there) = (broken.volume_path("default", &disk), broken.volume_path("small", &disk));
+    ScratchImage::overlay(&there, base, "1G");
+    std::fs::remove_file(&here).expect("removing the disk");
+    std::os::unix::fs::symlink(broken.pools["small"].path.join(&disk), &here).expect("a link to the disk");
+    let full = Broken::by(broken, &["fill-pool", "small", "4096"], &["unfill-pool", "small"]);
+    broken.virsh(&["start", &vm]);
+    eventually("the guest runs into the full pool", LIMIT, || async {
+        let state = broken.virsh(&["domstate", "--reason", &vm]);
+        if state.trim() == "paused (I/O error)" { Ok(()) } else { Err(state) }
+    })
+    .await;
+
+    let instance = clients.get(&id(&vm), &uid_of(&vm)).await.expect("read");
+    assert_eq!((instance.state(), instance.state_reason()), (InstanceState::Paused, StateReason::IoError), "{instance:?}");
+    refused(clients.create(request(&vm, BROKEN, "writer")).await, Reason::PausedByAdmin);
+    assert_eq!(broken.virsh(&["domstate", "--reason", &vm]).trim(), "paused (I/O error)");
+    assert!(clients.list_complete().await.expect("a listing").instances.iter().any(|i| i.name == vm));
+
+    drop(full);
+    broken.virsh(&["resume", &vm]);
+    let instance = clients.get(&id(&vm), &uid_of(&vm)).await.expect("read");
+    assert_eq!(instance.state(), InstanceState::Provisioning, "{instance:?}");
+    clients.delete(&id(&vm), &uid_of(&vm)).await.expect("deleted");
+    assert_eq!(case.left(BROKEN), Vec::<String>::new());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -309,6 +396,57 @@ async fn a_host_that_reads_nothing_of_an_unfinished_instance_is_listed_as_a_gap(
     refused(clients.list_complete().await, Reason::ListingIncomplete);
     proxy.set(Fault::Pass);
     assert!(clients.list_complete().await.expect("complete again").complete);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_link_cut_in_the_middle_of_a_listing_fails_it_or_is_a_gap_and_never_shortens_it() {
+    let _turn = alone().await;
+    let Some(case) = Case::start("cutlist", &[BROKEN]) else { return };
+    let broken = case.host(BROKEN);
+    let proxy = FaultProxy::to(format!("{}:{}", broken.address, broken.port)).await;
+    let mut daemon = case.daemon(case.entry().via(BROKEN, proxy.addr())).await;
+    let vms: Vec<_> = ["a", "b", "c", "d"].map(|n| case.vm(n)).into();
+    for vm in &vms {
+        daemon.clients().create(case.request(vm, BROKEN)).await.expect("created");
+    }
+    let before = proxy.counts().to_server;
+    daemon.clients().list_complete().await.expect("a listing");
+    let whole = proxy.counts().to_server - before;
+    let all = |list: &ListByTagResponse| list.complete && vms.iter().all(|vm| list.instances.iter().any(|i| &i.name == vm));
+    let (mut failed, mut gaps) = (0, 0);
+    for part in 1..=6 {
+        for complete in [true, false] {
+            // one new link, whose bytes are counted from its start
+            daemon.kill();
+            proxy.set(Fault::Pass);
+            let before = proxy.counts().to_server;
+            daemon.restart().await;
+            let clients = daemon.clients();
+            refused(clients.get(&id("absent"), "").await, Reason::InstanceNotFound);
+            let linked = proxy.counts().to_server - before;
+            proxy.set(Fault::CutAfter(linked + whole * part / 7));
+            if complete {
+                match clients.list_complete().await {
+                    Ok(list) => assert!(all(&list), "part {part}: {list:?}"),
+                    failure => {
+                        refused(failure, Reason::ListingIncomplete);
+                        failed += 1;
+                    }
+                }
+            } else {
+                let list = clients.list().await.expect("what can be listed");
+                if !list.complete {
+                    assert_eq!(list.unreachable_hosts.iter().map(|h| h.host.as_str()).collect::<Vec<_>>(), [BROKEN]);
+                    assert!(list.instances.is_empty(), "part {part}: half a host: {list:?}");
+                    gaps += 1;
+                } else {
+                    assert!(all(&list), "part {part}: {list:?}");
+                }
+            }
+        }
+    }
+    proxy.set(Fault::Pass);
+    assert!(failed >= 3 && gaps >= 3, "the cuts met the listings: {failed} failed, {gaps} with a gap");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -8,7 +8,7 @@ use lab_tests::case::{request, uid_of};
 use lab_tests::clients::seconds;
 use lab_tests::lab::Host;
 use lab_tests::scratch::{ScratchImage, sha256_of};
-use lab_tests::{Answer, Case, ImageServer, eventually, refused};
+use lab_tests::{Answer, Case, Fault, FaultProxy, ImageServer, eventually, refused};
 use serde_json::json;
 
 const HOST: &str = "hv2";
@@ -246,4 +246,80 @@ async fn an_image_by_url_is_fetched_only_where_policy_allows() {
     clients.create(request(&case.vm("a"), HOST, &plain)).await.expect("an allowed mirror");
     refused(clients.create(request(&case.vm("b"), HOST, &away)).await, Reason::ImageUrlForbidden);
     clients.delete(&id(&case.vm("b")), &uid_of(&case.vm("b"))).await.expect("deleted");
+}
+
+/// Failed uploads of each kind, after those that fill pools and caches.
+const ROUNDS: usize = 12;
+const WARM_UP: usize = 3;
+
+/// What memory may vary by between two looks; the uploads together are many times that.
+const RESIDENT_KIB: u64 = 16 << 10;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn failed_uploads_of_every_kind_leave_libvirtd_alive_and_the_daemon_as_it_was() {
+    let Some(case) = Case::start("fails", &[HOST]) else { return };
+    let host = case.host(HOST);
+    let libvirtd = host.pid("libvirtd");
+    let proxy = FaultProxy::to(format!("{}:{}", host.address, host.port)).await;
+    let image = ScratchImage::filled(case.dir(), "i.qcow2", 4, 1);
+    let server = ImageServer::start().await;
+    let describe = |path: &str, sha256: &str| json!({ "url": server.url(path), "sha256": sha256, "firmware": "bios" });
+    let mut entry = case.entry().via(HOST, proxy.addr());
+    for key in ["cut", "gone", "link"] {
+        entry = entry.image(key, describe(key, &image.sha256));
+    }
+    // a digest that was found wrong is remembered, so each round has its own
+    for n in 0..WARM_UP + ROUNDS {
+        entry = entry.image(&format!("wrong{n}"), describe("wrong", &format!("{n:064x}")));
+    }
+    let daemon = case.daemon(entry).await;
+    let clients = daemon.clients();
+    let vm = case.vm("a");
+    let create = async |key: &str| clients.create(request(&vm, HOST, key)).await;
+    let partial = || case.bases(HOST).into_iter().find(|v| v.ends_with(".qcow2"));
+    let round = async |n: usize| {
+        // the source breaks off and does not come back
+        server.serve("cut", image.bytes(), [Answer::Truncated(2 << 20), Answer::Status(404, vec![])]);
+        create("cut").await.expect_err("a source that breaks");
+
+        server.serve("wrong", image.bytes(), [Answer::Whole]);
+        refused(create(&format!("wrong{n}")).await, Reason::DigestMismatch);
+
+        // the link of the upload breaks, the others go on
+        server.serve("link", image.bytes(), [Answer::Whole]);
+        proxy.set(Fault::CutAfter(2 << 20));
+        refused(create("link").await, Reason::LinkLost);
+        proxy.set(Fault::Pass);
+
+        // somebody deletes the volume under the upload
+        server.close_gate();
+        server.serve("gone", image.bytes(), [Answer::GateAt(2 << 20)]);
+        let delete = async {
+            let volume = eventually("the upload has its volume", LIMIT, || async { partial().ok_or_else(|| "none".to_owned()) }).await;
+            host.virsh(&["vol-delete", &volume, "--pool", "default"]);
+            server.open_gate();
+        };
+        let (created, ()) = tokio::join!(create("gone"), delete);
+        created.expect_err("an image whose volume is gone");
+    };
+    for n in 0..WARM_UP {
+        round(n).await;
+    }
+    let usage = || lab_tests::counters::Usage::of(daemon.pid());
+    let before = usage();
+    for n in WARM_UP..WARM_UP + ROUNDS {
+        round(n).await;
+    }
+    eventually("what grew is given back", LIMIT, || async {
+        let after = usage();
+        let grown = after.threads > before.threads + 2
+            || after.descriptors > before.descriptors + 2
+            || after.resident_kib > before.resident_kib + RESIDENT_KIB;
+        if grown { Err(format!("{before:?} became {after:?}")) } else { Ok(()) }
+    })
+    .await;
+    assert_eq!((case.bases(HOST), case.left(HOST)), (Vec::new(), vec![vm.clone()]), "an unfinished domain, for the next Create");
+    clients.delete(&id(&vm), &uid_of(&vm)).await.expect("deleted");
+    assert_eq!(host.pid("libvirtd"), libvirtd);
+    assert!(libvirtd.is_some_and(lab_tests::counters::is_alive), "libvirtd has died");
 }

@@ -10,12 +10,25 @@ use egress_provider_proto::v1::{
     Placement, create_response, delete_response,
 };
 use lab_tests::case::uid_of;
-use lab_tests::{Case, Clients, EntryFile, eventually, refused};
+use lab_tests::{Case, Clients, EntryFile, Fault, FaultProxy, eventually, refused};
 
 const HOST: &str = "hv1";
 /// Only ends a test that would hang; several guests share two CPUs.
 const BOOT_LIMIT: Duration = Duration::from_secs(300);
 const PROXY_PORT: u16 = 3128;
+/// Where a guest without an agent shows its log.
+const LOG_PORT: u16 = 8088;
+/// Written by user-data, and in vain by [`VENDOR_DATA`].
+const MARKER: &str = "/run/kt-marker";
+/// Sets what user-data sets, too, and something of its own.
+const VENDOR_DATA: &str = "#cloud-config
+hostname: kt-vendor
+write_files:
+  - path: /run/kt-marker
+    content: marker of the vendor
+runcmd:
+  - [touch, /run/kt-vendor]
+";
 
 fn id(vm: &str) -> String {
     format!("hosts/{HOST}/domains/{vm}")
@@ -27,7 +40,7 @@ fn entry(case: &Case, image: &str) -> EntryFile {
 }
 
 fn request(case: &Case, vm: &str, image: &str) -> CreateRequest {
-    let user_data = format!("#cloud-config\nwrite_files:\n  - path: /run/kt-marker\n    content: marker of {vm}\n");
+    let user_data = format!("#cloud-config\nhostname: kt-user\nwrite_files:\n  - path: {MARKER}\n    content: marker of {vm}\n");
     CreateRequest {
         placement: Some(Placement { zone: HOST.into(), machine_type: "small".into(), image: image.into(), ..Default::default() }),
         cloud_init: Some(CloudInit { user_data: user_data.into_bytes() }),
@@ -93,10 +106,47 @@ async fn guest_runs(case: &Case, vm: &str, program: &str, args: &[&str]) -> bool
     .await
 }
 
+/// H3: no answer without an address for a running instance, wherever a Get loses its link.
+async fn an_address_is_read_or_refused_wherever_the_link_is_cut(case: &Case, entry: &EntryFile, vm: &str) {
+    let host = case.host(HOST);
+    let proxy = FaultProxy::to(format!("{}:{}", host.address, host.port)).await;
+    let mut daemon = case.daemon_in("cut", entry.clone().via(HOST, proxy.addr())).await;
+    refused(daemon.clients().get(&id("absent"), "").await, Reason::InstanceNotFound);
+    let before = proxy.counts().to_server;
+    daemon.clients().get(&id(vm), &uid_of(vm)).await.expect("read");
+    let whole = proxy.counts().to_server - before;
+    let mut cuts = 0;
+    for part in 1..=8 {
+        // a new daemon, which remembers no address, and its one link, whose bytes are counted from its start
+        daemon.kill();
+        proxy.set(Fault::Pass);
+        let before = proxy.counts().to_server;
+        daemon.restart().await;
+        let clients = daemon.clients();
+        refused(clients.get(&id("absent"), "").await, Reason::InstanceNotFound);
+        let linked = proxy.counts().to_server - before;
+        proxy.set(Fault::CutAfter(linked + whole * part / 9));
+        match clients.get(&id(vm), &uid_of(vm)).await {
+            Ok(instance) => {
+                assert_eq!(instance.state(), InstanceState::Running, "part {part}: {instance:?}");
+                primary(&instance);
+            }
+            Err(status) => {
+                let refusal = lab_tests::Refusal::of(&status);
+                assert!(matches!(refusal.reason, Reason::LinkLost | Reason::AddressUnreadable), "part {part}: {refusal:?}");
+                assert_eq!(refusal.code, tonic::Code::Unavailable);
+                cuts += 1;
+            }
+        }
+    }
+    assert!(cuts >= 4, "the cuts met the call: {cuts}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_vm_is_created_boots_proxies_and_is_deleted_without_a_trace() {
     let Some(case) = Case::start("life", &[HOST]) else { return };
-    let daemon = case.daemon(entry(&case, "debian")).await;
+    let entry = entry(&case, "debian").set("vendorData", VENDOR_DATA);
+    let daemon = case.daemon(entry.clone()).await;
     let clients = daemon.clients();
     let host = case.host(HOST);
     let vm = case.vm("a");
@@ -118,12 +168,19 @@ async fn a_vm_is_created_boots_proxies_and_is_deleted_without_a_trace() {
     // the proxy in the guest answers a CONNECT, and the target sees the guest
     let said = eventually("the guest's proxy answers", BOOT_LIMIT, || std::future::ready(connect_through(&case, &ip))).await;
     assert!(said.contains(&ip), "the target saw another client: {said}");
-    // cloud-init has applied the user-data
-    let marker = format!("marker of {vm}");
-    eventually("the marker is there", BOOT_LIMIT, || async {
-        if guest_runs(&case, &vm, "/usr/bin/grep", &["-q", &marker, "/run/kt-marker"]).await { Ok(()) } else { Err("no marker".into()) }
+    // cloud-init has applied user-data and vendor-data; where both set a key, the user's is what counts (D2)
+    let finds = async |text: &str, file: &str| guest_runs(&case, &vm, "/usr/bin/grep", &["-q", text, file]).await;
+    // commands come last, after the scripts of vendor-data
+    eventually("the vendor's command has run", BOOT_LIMIT, || async {
+        if guest_runs(&case, &vm, "/usr/bin/test", &["-e", "/run/kt-vendor"]).await { Ok(()) } else { Err("not yet".into()) }
     })
     .await;
+    assert!(finds(&format!("marker of {vm}"), MARKER).await, "the user's file");
+    assert!(finds("kt-user", "/proc/sys/kernel/hostname").await, "the user's host name");
+    let output = "/var/log/cloud-init-output.log";
+    assert!(finds("kvm2 guest agent: already installed", output).await && finds("kvm2 guest agent: running", output).await, "our script");
+
+    an_address_is_read_or_refused_wherever_the_link_is_cut(&case, &entry, &vm).await;
 
     let domains = host.domains().len();
     let again = clients.create(request(&case, &vm, "debian")).await.expect("the same");
@@ -168,14 +225,22 @@ async fn a_vm_is_created_boots_proxies_and_is_deleted_without_a_trace() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_guest_without_an_agent_still_gets_its_address_read() {
+async fn a_guest_without_an_agent_still_gets_its_address_read_and_our_script_fails_harmlessly() {
     let Some(case) = Case::start("noagent", &[HOST]) else { return };
     let daemon = case.daemon(entry(&case, "noagent")).await;
     let clients = daemon.clients();
     let vm = case.vm("a");
-    clients.create(request(&case, &vm, "noagent")).await.expect("created");
+    // nobody can look inside, so the guest shows its log when the user's own scripts run, which is after ours
+    let user_data = format!("#cloud-config\nruncmd:\n  - [systemd-run, python3, -m, http.server, '{LOG_PORT}', -d, /var/log]\n");
+    let cloud_init = Some(CloudInit { user_data: user_data.into_bytes() });
+    clients.create(CreateRequest { cloud_init, ..request(&case, &vm, "noagent") }).await.expect("created");
     let instance = running(&clients, &vm).await;
-    primary(&instance);
+    let url = format!("http://{}:{LOG_PORT}/cloud-init-output.log", primary(&instance));
+    let log = eventually("the guest shows its log", BOOT_LIMIT, || {
+        std::future::ready(case.host(HOST).netexec(&["curl", "-fsS", "-m", "10", &url]))
+    })
+    .await;
+    assert!(log.contains("kvm2 guest agent: could not be installed"), "{log}");
     assert!(instance.addresses.iter().all(|a| a.source() != AddressSource::GuestAgent), "{:?}", instance.addresses);
 }
 

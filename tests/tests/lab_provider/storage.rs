@@ -254,13 +254,13 @@ async fn delete_needs_no_id_and_is_idempotent_and_removes_what_a_lost_domain_lef
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nvram_saved_memory_and_snapshots_do_not_keep_a_vm_from_being_deleted() {
+async fn nvram_saved_memory_snapshots_and_checkpoints_do_not_keep_a_vm_from_being_deleted() {
     let Some(case) = Case::start("nvram", &[HOST]) else { return };
     let uefi = json!({ "url": case.lab.image("tiny").url, "sha256": case.lab.image("tiny").sha256, "firmware": "uefi" });
     let daemon = case.daemon(case.entry().image("uefi", uefi)).await;
     let clients = daemon.clients();
     let host = case.host(HOST);
-    let (saved, snapshotted) = (case.vm("saved"), case.vm("snap"));
+    let (saved, snapshotted, checked) = (case.vm("saved"), case.vm("snap"), case.vm("check"));
 
     clients.create(request(&saved, HOST, "uefi")).await.expect("created");
     host.virsh(&["managedsave", &saved]);
@@ -271,7 +271,12 @@ async fn nvram_saved_memory_and_snapshots_do_not_keep_a_vm_from_being_deleted() 
     host.virsh(&["destroy", &snapshotted]);
     host.virsh(&["snapshot-create-as", &snapshotted, "s1", "--diskspec", "vda,snapshot=internal", "--diskspec", "vdb,snapshot=no"]);
 
-    for vm in [&saved, &snapshotted] {
+    // libvirt refuses to undefine it without being told about both
+    clients.create(case.request(&checked, HOST)).await.expect("created");
+    host.virsh(&["checkpoint-create-as", &checked, "c1", "--diskspec", "vda,checkpoint=bitmap", "--diskspec", "vdb,checkpoint=no"]);
+    host.virsh(&["managedsave", &checked]);
+
+    for vm in [&saved, &snapshotted, &checked] {
         clients.delete(&id(vm), &uid_of(vm)).await.expect("deleted");
     }
     assert_eq!(case.left(HOST), Vec::<String>::new());
