@@ -69,6 +69,16 @@ impl Case {
         Daemon::start_talkative(&self.subdir("d"), &file.into()).await
     }
 
+    /// Starts one of several daemons of a test, of the build with failpoints.
+    pub async fn failing_daemon_in(&self, dir: &str, file: impl Into<ProvidersFile>, program: &Path, failpoints: String) -> Daemon {
+        Daemon::start_failing(&self.subdir(dir), &file.into(), program, failpoints).await
+    }
+
+    /// An entry on its hosts beside the test's own: its name begins with that one's, so it is swept as well.
+    pub fn other_entry(&self, suffix: &str) -> EntryFile {
+        EntryFile::of_lab(&self.lab, &format!("{}-{suffix}", self.entry_name()), &self.hosts)
+    }
+
     pub fn dir(&self) -> &Path {
         self.dir.path()
     }

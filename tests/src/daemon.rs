@@ -30,6 +30,8 @@ pub struct Daemon {
     dir: PathBuf,
     config: PathBuf,
     log_level: String,
+    program: PathBuf,
+    failpoints: String,
 }
 
 impl Daemon {
@@ -49,6 +51,20 @@ impl Daemon {
         daemon
     }
 
+    /// Starts the build with failpoints, these set; [`Daemon::disarm`] sets none for the next start.
+    pub async fn start_failing(dir: &Path, file: &ProvidersFile, program: &Path, failpoints: String) -> Self {
+        let mut daemon = Self::prepare(dir, file);
+        program.clone_into(&mut daemon.program);
+        daemon.failpoints = failpoints;
+        daemon.run();
+        daemon.ready().await;
+        daemon
+    }
+
+    pub fn disarm(&mut self) {
+        self.failpoints.clear();
+    }
+
     /// Starts the daemon and does not wait.
     pub fn spawn(dir: &Path, file: &ProvidersFile) -> Self {
         let mut daemon = Self::prepare(dir, file);
@@ -65,12 +81,19 @@ impl Daemon {
     }
 
     fn prepare(dir: &Path, file: &ProvidersFile) -> Self {
-        Self { child: None, dir: dir.to_owned(), config: file.write(dir), log_level: "debug".to_owned() }
+        Self {
+            child: None,
+            dir: dir.to_owned(),
+            config: file.write(dir),
+            log_level: "debug".to_owned(),
+            program: binary(),
+            failpoints: String::new(),
+        }
     }
 
     fn run(&mut self) {
         let log = File::options().create(true).append(true).open(self.log_path()).expect("opening the daemon's log");
-        let mut command = Command::new(binary());
+        let mut command = Command::new(&self.program);
         command
             .arg("serve")
             .arg("--config")
@@ -82,6 +105,8 @@ impl Daemon {
             .env_clear()
             .envs(["PATH", "HOME"].iter().filter_map(|key| Some((*key, std::env::var_os(key)?))))
             .env("TMPDIR", &self.dir)
+            // read by the build with failpoints only
+            .env("FAILPOINTS", &self.failpoints)
             .env("RUST_BACKTRACE", "1")
             .stdin(Stdio::null())
             .stdout(log.try_clone().expect("a second handle of the log"))
@@ -142,6 +167,21 @@ impl Daemon {
     /// Some once the process has ended by itself.
     pub fn exited(&mut self) -> Option<ExitStatus> {
         self.child.as_mut()?.try_wait().expect("waiting for a child")
+    }
+
+    /// Waits for an end of its own; an error tells that it goes on.
+    pub async fn ends(&mut self, limit: Duration) -> Result<ExitStatus, String> {
+        let start = std::time::Instant::now();
+        loop {
+            match self.exited() {
+                Some(status) => {
+                    self.child = None;
+                    return Ok(status);
+                }
+                None if start.elapsed() > limit => return Err(format!("the daemon runs after {limit:?}")),
+                None => tokio::time::sleep(Duration::from_millis(20)).await,
+            }
+        }
     }
 
     /// SIGKILL: the daemon gets no chance to tidy up.

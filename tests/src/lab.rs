@@ -204,6 +204,11 @@ impl Host {
         run(bounded(self.tools_dir.join("host")).args(["--id", &self.lab_id.to_string(), &self.name]).args(args))
     }
 
+    /// Whether libvirtd answers, within a time that a living one never needs.
+    pub fn libvirtd_answers(&self) -> bool {
+        run(Command::new("timeout").args(["-k", "5", "20", "virsh", "-q", "-c", &self.uri, "version"])).is_ok()
+    }
+
     /// Pid of a daemon of the host as it is now; it changes with a restart.
     pub fn pid(&self, daemon: &str) -> Option<i32> {
         let record = std::fs::read_to_string(self.pid_dir.join(daemon)).ok()?;

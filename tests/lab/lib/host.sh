@@ -114,11 +114,12 @@ host_namespaces_up() {
 
 # --- libvirt ----------------------------------------------------------------------------------------------------
 
-host_libvirt_config() {
-    [ -e "$HV_DATA/uuid" ] || cat /proc/sys/kernel/random/uuid >"$HV_DATA/uuid"
-    # auth none: the default asks polkit, which needs D-Bus; the group on the socket decides instead.
-    # host_uuid: two hypervisors on one machine would otherwise have the same.
-    cat >"$HV_DATA/etc/libvirtd.conf" <<CONF
+# auth none: the default asks polkit, which needs D-Bus; the group on the socket decides instead.
+# host_uuid: two hypervisors on one machine would otherwise have the same.
+# What tests set comes first.
+host_libvirtd_conf() {
+    [ -e "$HV_DATA/etc/libvirtd-override.conf" ] || : >"$HV_DATA/etc/libvirtd-override.conf"
+    cat "$HV_DATA/etc/libvirtd-override.conf" - >"$HV_DATA/etc/libvirtd.conf" <<CONF
 unix_sock_group = "libvirt"
 unix_sock_ro_perms = "0770"
 unix_sock_rw_perms = "0770"
@@ -128,6 +129,11 @@ host_uuid = "$(cat "$HV_DATA/uuid")"
 log_level = 3
 log_outputs = "3:file:/var/log/libvirt/libvirtd.log"
 CONF
+}
+
+host_libvirt_config() {
+    [ -e "$HV_DATA/uuid" ] || cat /proc/sys/kernel/random/uuid >"$HV_DATA/uuid"
+    host_libvirtd_conf
     cat >"$HV_DATA/etc/virtlogd.conf" <<CONF
 log_level = 3
 log_outputs = "3:file:/var/log/libvirt/virtlogd.log"

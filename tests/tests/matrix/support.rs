@@ -1,0 +1,126 @@
+//! What the matrices share: tries side by side, and what is on a host against what may be there.
+
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use egress_provider_proto::v1::ListByTagResponse;
+use lab_tests::lab::Host;
+use lab_tests::scratch::sha256_of;
+use lab_tests::{Clients, Outcome, Summary};
+use tokio::sync::{Mutex, MutexGuard, Semaphore};
+use tokio::task::JoinSet;
+
+/// Tries at a time that do not disturb each other: each waits most of its time, on a machine of two cores.
+pub(crate) const AT_A_TIME: usize = 4;
+/// Longest that a try may take. It only tells what is stuck.
+const LIMIT: Duration = Duration::from_secs(240);
+
+/// Tests that break a host take turns, their cleaning up included: taken before the case is started.
+pub(crate) async fn in_turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::const_new(());
+    TURN.lock().await
+}
+
+/// Runs all tries, some at a time, and notes how each ended; one that does not end is stuck.
+pub(crate) async fn run_all<F>(summary: &mut Summary, at_a_time: usize, tries: Vec<(String, F)>)
+where
+    F: Future<Output = Outcome> + Send + 'static,
+{
+    let places = Arc::new(Semaphore::new(at_a_time));
+    let mut running = JoinSet::new();
+    for (point, work) in tries {
+        let places = places.clone();
+        running.spawn(async move {
+            let _place = places.acquire_owned().await.expect("nobody closes it");
+            let outcome = match tokio::time::timeout(LIMIT, tokio::spawn(work)).await {
+                Ok(Ok(outcome)) => outcome,
+                Ok(Err(e)) => Outcome::wrong(format!("panicked: {e}")),
+                Err(_) => Outcome { stuck: vec![format!("not over within {LIMIT:?}")], ..Outcome::default() },
+            };
+            (point, outcome)
+        });
+    }
+    while let Some(done) = running.join_next().await {
+        let (point, outcome) = done.expect("a try's panic is caught");
+        summary.add(point, outcome);
+    }
+}
+
+/// What of one entry and of one VM lies on a host.
+#[derive(Debug, Default)]
+pub(crate) struct Found {
+    /// The VM's domain.
+    pub(crate) domain: bool,
+    /// The VM's volumes.
+    pub(crate) volumes: Vec<String>,
+    /// Bases that are complete, their content checked.
+    pub(crate) complete: Vec<String>,
+    /// Bases that are not.
+    pub(crate) incomplete: Vec<String>,
+    /// Origins and markers whose base is gone.
+    pub(crate) strays: Vec<String>,
+}
+
+impl Found {
+    pub(crate) fn on(host: &Host, entry: &str, vm: &str) -> Self {
+        let volumes = host.volumes("default");
+        let bases: BTreeSet<_> = volumes.iter().filter(|v| v.starts_with(&format!("base-{entry}-"))).cloned().collect();
+        let mut found = Self {
+            domain: host.domains().iter().any(|d| d == vm),
+            volumes: volumes.into_iter().filter(|v| *v == format!("{vm}.qcow2") || *v == format!("{vm}-seed.iso")).collect(),
+            ..Self::default()
+        };
+        for name in &bases {
+            let side = name.strip_suffix(".sha256").or_else(|| name.strip_suffix(".origin"));
+            match side {
+                Some(base) if bases.contains(base) => {}
+                Some(_) => found.strays.push(name.clone()),
+                None if is_complete(host, name) => found.complete.push(name.clone()),
+                None => found.incomplete.push(name.clone()),
+            }
+        }
+        found
+    }
+
+    /// What a listing does not show although it is there.
+    pub(crate) fn unlisted(&self, vm: &str, list: &ListByTagResponse) -> Vec<String> {
+        let listed = |volume: &String| list.orphan_volumes.iter().any(|o| &o.name == volume);
+        let instance = list.instances.iter().any(|i| i.name == vm);
+        let mut unlisted: Vec<_> = self.incomplete.iter().filter(|base| !listed(base)).cloned().collect();
+        unlisted.extend(self.strays.iter().filter(|stray| !listed(stray)).cloned());
+        if self.domain && !instance {
+            unlisted.push(vm.to_owned());
+        }
+        if !self.domain {
+            unlisted.extend(self.volumes.iter().filter(|volume| !listed(volume)).cloned());
+        }
+        unlisted
+    }
+}
+
+/// A base with its origin, and with the digest of its bytes as its marker.
+fn is_complete(host: &Host, base: &str) -> bool {
+    let marker = std::fs::read_to_string(host.volume_path("default", &format!("{base}.sha256"))).unwrap_or_default();
+    let origin = std::fs::read_to_string(host.volume_path("default", &format!("{base}.origin"))).unwrap_or_default();
+    origin.starts_with('{') && marker.len() == 64 && marker == sha256_of(&host.volume_path("default", base))
+}
+
+/// Whether a VM is deleted within `limit`; what is left of it afterwards is leaked.
+pub(crate) async fn delete(outcome: &mut Outcome, clients: &Clients, host: &Host, entry: &str, vm: &str, limit: Duration) {
+    match tokio::time::timeout(limit, clients.delete_by_key(vm, &lab_tests::case::uid_of(vm))).await {
+        Ok(Ok(_)) => {}
+        Ok(Err(e)) => outcome.wrong.push(format!("Delete: {}", e.message())),
+        Err(_) => outcome.stuck.push(format!("Delete is not over within {limit:?}")),
+    }
+    let found = Found::on(host, entry, vm);
+    if found.domain {
+        outcome.leaked.push(vm.to_owned());
+    }
+    outcome.leaked.extend(found.volumes.iter().cloned());
+    match clients.list_complete().await {
+        Ok(list) => outcome.leaked.extend(found.unlisted(vm, &list)),
+        Err(e) => outcome.wrong.push(format!("ListByTag: {}", e.message())),
+    }
+}
