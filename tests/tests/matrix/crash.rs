@@ -63,7 +63,7 @@ fn tries() -> Vec<Try> {
             ("publish.in_marker", Cache::Cold, Then::Create),
             ("publish.after_marker", Cache::Cold, Then::Delete),
         ];
-        tries.retain(|t| SOME.iter().any(|some| (t.point.as_str(), t.cache, t.then) == *some));
+        tries.retain(|t| SOME.contains(&(t.point.as_str(), t.cache, t.then)));
         assert_eq!(tries.len(), SOME.len(), "every place is there");
     }
     tries
