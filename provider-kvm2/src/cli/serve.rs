@@ -142,17 +142,20 @@ fn replica_of(listen: &Listen) -> String {
     format!("{}-{}", bounded_to(&host, 63), hex::encode(digest.get(..4).unwrap_or_default()))
 }
 
-/// Resolves on SIGTERM or SIGINT.
-async fn signalled() {
+/// Resolves on SIGTERM or SIGINT. They are taken over by the call itself: one that comes before
+/// the future is first polled would end the process where it stands.
+fn signalled() -> impl Future<Output = ()> {
     use tokio::signal::unix::{SignalKind, signal};
     let (term, int) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()));
-    let (Ok(mut term), Ok(mut int)) = (term, int) else {
-        tracing::error!("signals cannot be received; the daemon can only be killed");
-        return std::future::pending().await;
-    };
-    tokio::select! {
-        _ = term.recv() => {}
-        _ = int.recv() => {}
+    async move {
+        let (Ok(mut term), Ok(mut int)) = (term, int) else {
+            tracing::error!("signals cannot be received; the daemon can only be killed");
+            return std::future::pending().await;
+        };
+        tokio::select! {
+            _ = term.recv() => {}
+            _ = int.recv() => {}
+        }
     }
 }
 
