@@ -83,23 +83,3 @@ impl Drop for Hold {
         self.let_go();
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_default_program_does_not_know_the_failpoints() {
-        let Some(with) = binary("the_default_program_does_not_know_the_failpoints") else { return };
-        let contains = |path: &Path, name: &str| {
-            let bytes = fs::read(path).expect("a program");
-            bytes.windows(name.len()).any(|part| part == name.as_bytes())
-        };
-        for name in [of("create"), of("delete"), of("publish")].concat() {
-            assert!(contains(&with, &name), "{name} in the program with failpoints");
-        }
-        for name in ["create.after_define", "publish.in_body", "failpoint reached", "FAILPOINTS"] {
-            assert!(!contains(&daemon::binary(), name), "{name} in the ordinary program");
-        }
-    }
-}

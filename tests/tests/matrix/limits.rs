@@ -16,6 +16,8 @@ use tokio::task::JoinSet;
 use crate::support::{Found, delete, in_turn};
 
 const NARROW: &str = "hv1";
+/// Daemons that serve the same host.
+const DAEMONS: usize = 3;
 const HOSTS: [&str; 2] = [NARROW, "hv2"];
 /// Only tells what is stuck.
 const SOON: Duration = Duration::from_secs(200);
@@ -105,18 +107,22 @@ async fn a_host_with_few_places_serves_every_caller_in_the_end() {
     let mut summary = Summary::of("limits");
     {
         let _narrow = Narrow::new(case.host(NARROW));
-        let daemon = case.daemon(case.entry()).await;
-        let clients = daemon.clients();
+        // one daemon keeps within such limits by itself; several do not know of each other
+        let mut daemons = Vec::new();
+        for n in 0..DAEMONS {
+            daemons.push(case.daemon_in(&format!("d{n}"), case.entry()).await);
+        }
+        let clients = |n: usize| daemons[n % DAEMONS].clients();
         let mut running = JoinSet::new();
         for n in 0..callers {
-            let (clients, vm) = (clients.clone(), case.vm(&format!("r{n}")));
+            let (clients, vm) = (clients(n), case.vm(&format!("r{n}")));
             running.spawn(async move {
                 let (outcome, told, _) = served(|| create(clients.clone(), request(&vm, NARROW, "tiny"))).await;
                 (format!("Create {n}"), outcome, told)
             });
         }
         for n in 0..callers {
-            let clients = clients.clone();
+            let clients = clients(n);
             running.spawn(async move {
                 let (outcome, told, _) = served(|| check(clients.clone())).await;
                 (format!("Check {n}"), outcome, told)
@@ -131,7 +137,7 @@ async fn a_host_with_few_places_serves_every_caller_in_the_end() {
         eprintln!("limits: {callers} Creates and Checks were served; told before: {told:?}");
         for n in 0..callers {
             let mut outcome = Outcome::default();
-            delete(&mut outcome, &clients, case.host(NARROW), &case.entry_name(), &case.vm(&format!("r{n}")), SOON).await;
+            delete(&mut outcome, &clients(n), case.host(NARROW), &case.entry_name(), &case.vm(&format!("r{n}")), SOON).await;
             summary.add(format!("Delete {n}"), outcome);
         }
     }

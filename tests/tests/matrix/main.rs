@@ -8,3 +8,24 @@ mod crash;
 mod limits;
 mod silent;
 mod support;
+
+use std::path::Path;
+
+use lab_tests::{daemon, failpoints};
+
+fn knows(program: &Path, name: &str) -> bool {
+    let bytes = std::fs::read(program).expect("a program");
+    // most of a program is not worth a second look
+    let first = name.as_bytes()[0];
+    bytes.windows(name.len()).any(|part| part[0] == first && part == name.as_bytes())
+}
+
+#[test]
+fn the_ordinary_program_does_not_know_the_failpoints() {
+    let Some(with) = failpoints::binary("the_ordinary_program_does_not_know_the_failpoints") else { return };
+    let ordinary = daemon::binary();
+    for name in ["create.after_define", "delete.after_mark", "publish.in_body", "failpoint reached", "FAILPOINTS"] {
+        assert!(knows(&with, name), "{name} is not in {}", with.display());
+        assert!(!knows(&ordinary, name), "{name} is in {}", ordinary.display());
+    }
+}
