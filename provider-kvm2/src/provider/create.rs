@@ -157,8 +157,15 @@ impl Provider {
         let (info, volumes) = tokio::try_join!(site.hv.pool_info(&site.pool), site.hv.list_volumes(&site.pool))?;
         let entry = &order.at.entry;
         space::check(&site.host.name, &site.host.pool, &info, entry.pool_reserve, entry.disk_bytes().saturating_add(SEED_ROOM))?;
-        if prior.is_none() {
-            refuse_foreign_volumes(order, site, &volumes)?;
+        if prior.is_none()
+            && let Err(conflict) = refuse_foreign_volumes(order, site, &volumes)
+        {
+            // the domain was looked for before the volumes were listed: another daemon may have made all of them meanwhile
+            return match site.hv.lookup_domain(order.name.as_str()).await {
+                Ok(_) => Err(busy(&order.id())),
+                Err(e) if e.is(code::NO_DOMAIN) => Err(conflict),
+                Err(e) => Err(e.into()),
+            };
         }
         let wanted = order.wanted();
         let found = self.images.find(&*site.hv, &site.pool, &volumes, &wanted).await?;
