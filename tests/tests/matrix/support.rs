@@ -120,7 +120,11 @@ pub(crate) async fn delete(outcome: &mut Outcome, clients: &Clients, host: &Host
     }
     outcome.leaked.extend(found.volumes.iter().cloned());
     match clients.list_complete().await {
-        Ok(list) => outcome.leaked.extend(found.unlisted(vm, &list)),
+        Ok(list) => {
+            // a pull goes on by itself: what was incomplete before the listing may be complete in it
+            let still = Found::on(host, entry, vm).unlisted(vm, &list);
+            outcome.leaked.extend(found.unlisted(vm, &list).into_iter().filter(|name| still.contains(name)));
+        }
         Err(e) => outcome.wrong.push(format!("ListByTag: {}", e.message())),
     }
 }
