@@ -27,8 +27,9 @@ impl Domain {
     }
 
     pub(in crate::hypervisor::libvirt) fn start(&self) -> LibvirtResult<()> {
+        // virDomainCreate would ask the host a second time, for the id that its own answer lacks
         // SAFETY: the handle is live.
-        check(unsafe { sys::virDomainCreate(self.raw()) }).map(drop)
+        check(unsafe { sys::virDomainCreateWithFlags(self.raw(), 0) }).map(drop)
     }
 
     pub(in crate::hypervisor::libvirt) fn destroy(&self) -> LibvirtResult<()> {
