@@ -220,6 +220,15 @@ pub trait Hypervisor: Send + Sync + fmt::Debug {
     async fn domain_xml(&self, domain: &DomainRef, inactive: bool) -> CallResult<String>;
     /// The metadata element of namespace `uri`; None if the domain has none (code 80).
     async fn domain_metadata(&self, domain: &DomainRef, uri: &str) -> CallResult<Option<String>>;
+    /// [`Self::domain_metadata`] of several domains, one after the other, within one budget; each has an
+    /// outcome of its own, and an error of the whole is the link's.
+    async fn domains_metadata(&self, domains: &[DomainRef], uri: &str) -> CallResult<Vec<CallResult<Option<String>>>> {
+        let mut all = Vec::with_capacity(domains.len());
+        for domain in domains {
+            all.push(self.domain_metadata(domain, uri).await);
+        }
+        Ok(all)
+    }
     /// Replaces the metadata element of namespace `uri` in the persistent configuration, and in
     /// the running domain if there is one.
     async fn set_domain_metadata(&self, domain: &DomainRef, uri: &str, prefix: &str, element: &str) -> CallResult<()>;

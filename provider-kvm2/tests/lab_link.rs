@@ -270,6 +270,9 @@ async fn domains_and_volumes_live_their_life() {
     link.set_domain_metadata(&domain, uri, "t", "<mark a='2'/>").await.expect("writes while running");
     assert!(link.domain_metadata(&domain, uri).await.expect("reads").is_some_and(|m| m.contains("a=\"2\"")));
     assert!(link.domain_xml(&domain, true).await.expect("a document").contains("a=\"2\""));
+    let marks = link.domains_metadata(&[domain.clone(), domain.clone()], uri).await.expect("the link stands");
+    assert!(marks.iter().all(|m| m.as_ref().is_ok_and(|m| m.as_deref().is_some_and(|m| m.contains("a=\"2\"")))), "{marks:?}");
+    assert!(matches!(link.domains_metadata(std::slice::from_ref(&domain), "urn:other").await.as_deref(), Ok([Ok(None)])));
     let agent = link.domain_interfaces(&domain, provider_kvm2::domain::addresses::AddressSource::Agent).await;
     assert!(agent.is_err(), "it has no agent");
     link.destroy_domain(&domain).await.expect("destroys");
@@ -277,6 +280,8 @@ async fn domains_and_volumes_live_their_life() {
     link.undefine_domain(&domain).await.expect("undefines");
     let e = ProviderError::from(link.lookup_domain(name).await.expect_err("is gone"));
     assert_eq!(e.reason(), Reason::InstanceNotFound);
+    let marks = link.domains_metadata(&[domain], uri).await.expect("a domain that is gone is not the link's fault");
+    assert!(matches!(&marks[..], [Err(e)] if e.is(code::NO_DOMAIN)), "{marks:?}");
 
     let content = b"sixty-four hex digits would stand here";
     let (pool, volume) = fresh_volume(&*link, "link-test-small", content.len() as u64).await;

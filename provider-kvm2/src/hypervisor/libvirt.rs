@@ -107,12 +107,16 @@ impl LibvirtHypervisor {
         work: impl FnOnce(&Object<O>) -> Result<T, Fault> + Send + 'static,
     ) -> CallResult<T> {
         let connection = self.connection(call)?;
-        let object = handle.clone().and_then(|h| h.downcast::<Object<O>>().ok()).filter(|o| o.connection().is(&connection));
-        let Some(object) = object else {
-            let what = "the reference belongs to another link; look the object up again".to_owned();
-            return Err(self.worker.error(call, CallFailure::BadAnswer { what }));
-        };
+        let object = self.object(call, handle, &connection)?;
         self.worker.run(call, lane, budget, connection, move || work(&object)).await
+    }
+
+    fn object<O: 'static>(&self, call: &'static str, handle: &Handle, connection: &Connection) -> CallResult<Arc<Object<O>>> {
+        let object = handle.clone().and_then(|h| h.downcast::<Object<O>>().ok()).filter(|o| o.connection().is(connection));
+        object.ok_or_else(|| {
+            let what = "the reference belongs to another link; look the object up again".to_owned();
+            self.worker.error(call, CallFailure::BadAnswer { what })
+        })
     }
 }
 
@@ -215,6 +219,22 @@ impl Hypervisor for LibvirtHypervisor {
     async fn domain_metadata(&self, domain: &DomainRef, uri: &str) -> CallResult<Option<String>> {
         let uri = uri.to_owned();
         self.on("domain_metadata", &domain.handle, self.budgets.call, move |d: &Domain| Ok(d.metadata(&uri)?)).await
+    }
+
+    async fn domains_metadata(&self, domains: &[DomainRef], uri: &str) -> CallResult<Vec<CallResult<Option<String>>>> {
+        const CALL: &str = "domains_metadata";
+        let connection = self.connection(CALL)?;
+        let handles = domains.iter().map(|d| self.object(CALL, &d.handle, &connection)).collect::<CallResult<Vec<Arc<Domain>>>>()?;
+        let uri = uri.to_owned();
+        let read = move || {
+            let outcome = |domain: Arc<Domain>| match domain.metadata(&uri) {
+                Err(e) if e.is_lost_connection() || !domain.connection().is_alive() => Err(Fault::Libvirt(e)),
+                outcome => Ok(outcome),
+            };
+            handles.into_iter().map(outcome).collect::<Result<Vec<_>, _>>()
+        };
+        let read = self.worker.run(CALL, Lane::Plain, self.budgets.call, connection, read).await?;
+        Ok(read.into_iter().map(|outcome| outcome.map_err(|e| self.worker.error(CALL, e.into()))).collect())
     }
 
     async fn set_domain_metadata(&self, domain: &DomainRef, uri: &str, prefix: &str, element: &str) -> CallResult<()> {

@@ -156,6 +156,10 @@ impl Hypervisor for Observed {
         watched!(self, "domain_metadata", { domain = domain.name }, self.inner.domain_metadata(domain, uri))
     }
 
+    async fn domains_metadata(&self, domains: &[DomainRef], uri: &str) -> CallResult<Vec<CallResult<Option<String>>>> {
+        watched!(self, "domains_metadata", { domains = domains.len() }, self.inner.domains_metadata(domains, uri))
+    }
+
     async fn set_domain_metadata(&self, domain: &DomainRef, uri: &str, prefix: &str, element: &str) -> CallResult<()> {
         watched!(self, "set_domain_metadata", { domain = domain.name }, async {
             tracing::trace!(element, "metadata element");

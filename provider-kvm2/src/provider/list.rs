@@ -18,14 +18,17 @@ use crate::domain::names::VolumeRole;
 use crate::domain::volume::VolumeXml;
 use crate::domain::{InstanceId, VmName};
 use crate::error::{ProviderError, Reason, Result, bounded_to};
-use crate::hypervisor::{DomainRef, Hypervisor, VolumeRef, code};
+use crate::hypervisor::{CallResult, DomainRef, Hypervisor, VolumeRef, code};
 
 pub(super) const DEFAULT_PAGE: u32 = 500;
 pub(super) const MAX_PAGE: u32 = 1000;
 /// Hosts listed at a time.
 const FAN_OUT: usize = 8;
-/// Metadata reads under way on one link; the link itself bounds what libvirtd sees.
-const READS: usize = 8;
+/// Marks read in one go: handing a read to a thread and back costs more than the read. Not more of
+/// them, because a batch holds one of the link's places until it is through.
+const BATCH: usize = 8;
+/// Batches under way on one link; the link itself bounds what libvirtd sees.
+const READS: usize = 4;
 
 /// What one host has, sorted by name.
 #[derive(Debug, Default)]
@@ -116,12 +119,15 @@ impl Provider {
         let (domains, volumes) = tokio::join!(hv.list_domains(), hv.list_volumes(&site.pool));
         let domains = domains?;
         let mut listing = HostListing::default();
-        let mut reads = stream::iter(domains.clone()).map(|domain| read_mark(hv, host, domain)).buffer_unordered(READS);
-        while let Some(read) = reads.next().await {
-            match read? {
-                Marked::Ours(instance) => listing.instances.push(*instance),
-                Marked::Unreadable(unreadable) => listing.unreadable.push(unreadable),
-                Marked::NotOurs => {}
+        let batches: Vec<Vec<DomainRef>> = domains.chunks(BATCH).map(<[DomainRef]>::to_vec).collect();
+        let mut reads = stream::iter(batches).map(|batch| read_marks(hv, host, batch)).buffer_unordered(READS);
+        while let Some(batch) = reads.next().await {
+            for marked in batch? {
+                match marked {
+                    Marked::Ours(instance) => listing.instances.push(*instance),
+                    Marked::Unreadable(unreadable) => listing.unreadable.push(unreadable),
+                    Marked::NotOurs => {}
+                }
             }
         }
         drop(reads);
@@ -141,8 +147,13 @@ enum Marked {
     NotOurs,
 }
 
-async fn read_mark(hv: &dyn Hypervisor, host: &Host, domain: DomainRef) -> Result<Marked> {
-    let element = match hv.domain_metadata(&domain, mark::NAMESPACE).await {
+async fn read_marks(hv: &dyn Hypervisor, host: &Host, batch: Vec<DomainRef>) -> Result<Vec<Marked>> {
+    let elements = hv.domains_metadata(&batch, mark::NAMESPACE).await?;
+    batch.iter().zip(elements).map(|(domain, element)| judge(host, domain, element)).collect()
+}
+
+fn judge(host: &Host, domain: &DomainRef, element: CallResult<Option<String>>) -> Result<Marked> {
+    let element = match element {
         Ok(Some(element)) => element,
         Ok(None) => return Ok(Marked::NotOurs),
         // in the middle of its teardown

@@ -47,6 +47,12 @@ impl From<LibvirtError> for Fault {
     }
 }
 
+impl From<LibvirtError> for CallFailure {
+    fn from(LibvirtError { code, domain, message }: LibvirtError) -> Self {
+        Self::Libvirt { code, domain, message }
+    }
+}
+
 impl Worker {
     pub(super) fn new(state: Arc<LinkState>, tracker: TaskTracker) -> Self {
         Self { state, tracker, all: Arc::new(Semaphore::new(IN_FLIGHT)), agent: Arc::new(Semaphore::new(AGENT_CALLS)) }
@@ -138,7 +144,7 @@ impl Worker {
                 self.state.kill(&format!("{call}: {}", e.message));
                 CallFailure::LinkDead { cause: bounded(&e.message) }
             }
-            Fault::Libvirt(LibvirtError { code, domain, message }) => CallFailure::Libvirt { code, domain, message },
+            Fault::Libvirt(e) => e.into(),
             // what feeds an upload lets go of it when the link dies
             Fault::Other(CallFailure::SourceAborted) if self.state.is_dead() => CallFailure::LinkDead { cause: self.state.cause() },
             Fault::Other(kind) => kind,
