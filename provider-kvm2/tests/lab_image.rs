@@ -279,7 +279,8 @@ async fn sources_that_break_leave_libvirtd_alive_and_nothing_behind() {
             files = open_files();
         }
     }
-    assert!(open_files() <= files + 2, "{files} files were open, {} are", open_files());
+    // 30 rounds lie between the two counts: one file lost in each is far more than the runtime of a test that began meanwhile
+    assert!(open_files() <= files + 10, "{files} files were open, {} are", open_files());
     assert_eq!(lab.volumes("default"), Vec::<String>::new());
     table.shutdown().await;
     lab.end();
