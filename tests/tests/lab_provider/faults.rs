@@ -8,7 +8,7 @@ use egress_provider_proto::v1::{
 use lab_tests::case::{request, uid_of};
 use lab_tests::lab::{Broken, Host};
 use lab_tests::scratch::ScratchImage;
-use lab_tests::{Answer, Case, Clients, Fault, FaultProxy, ImageServer, eventually, refused};
+use lab_tests::{Answer, Case, Clients, Daemon, Fault, FaultProxy, ImageServer, eventually, refused};
 use tokio::sync::{Mutex, MutexGuard};
 
 /// The host that these tests break; nobody else's tests use it.
@@ -409,22 +409,26 @@ async fn a_link_cut_in_the_middle_of_a_listing_fails_it_or_is_a_gap_and_never_sh
     for vm in &vms {
         daemon.clients().create(case.request(vm, BROKEN)).await.expect("created");
     }
+    // a new daemon and its one link, whose bytes are counted from its start
+    let linked = async |daemon: &mut Daemon| {
+        daemon.kill();
+        proxy.set(Fault::Pass);
+        let before = proxy.counts().to_server;
+        daemon.restart().await;
+        refused(daemon.clients().get(&id("absent"), "").await, Reason::InstanceNotFound);
+        proxy.counts().to_server - before
+    };
+    linked(&mut daemon).await;
     let before = proxy.counts().to_server;
     daemon.clients().list_complete().await.expect("a listing");
     let whole = proxy.counts().to_server - before;
     let all = |list: &ListByTagResponse| list.complete && vms.iter().all(|vm| list.instances.iter().any(|i| &i.name == vm));
     let (mut failed, mut gaps) = (0, 0);
-    for part in 1..=6 {
+    for part in 1..=8 {
         for complete in [true, false] {
-            // one new link, whose bytes are counted from its start
-            daemon.kill();
-            proxy.set(Fault::Pass);
-            let before = proxy.counts().to_server;
-            daemon.restart().await;
+            let linked = linked(&mut daemon).await;
             let clients = daemon.clients();
-            refused(clients.get(&id("absent"), "").await, Reason::InstanceNotFound);
-            let linked = proxy.counts().to_server - before;
-            proxy.set(Fault::CutAfter(linked + whole * part / 7));
+            proxy.set(Fault::CutAfter(linked + whole * part / 9));
             if complete {
                 match clients.list_complete().await {
                     Ok(list) => assert!(all(&list), "part {part}: {list:?}"),
