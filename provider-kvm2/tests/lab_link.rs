@@ -560,8 +560,9 @@ async fn fifty_links_leave_no_thread_no_descriptor_and_no_socket() {
     }
     let after = settled().await;
     println!("threads and descriptors: {before:?} before, {after:?} after");
-    assert!(after.0 <= before.0 + 4, "threads: {before:?} {after:?}");
-    assert!(after.1 <= before.1 + 2, "descriptors: {before:?} {after:?}");
+    // the margin is for a test of this process that begins or ends meanwhile; one thread or file lost per link is far more
+    assert!(after.0 <= before.0 + 10, "threads: {before:?} {after:?}");
+    assert!(after.1 <= before.1 + 10, "descriptors: {before:?} {after:?}");
     table.shutdown().await;
     let left = std::fs::read_dir(std::env::temp_dir()).expect("reads").flatten();
     assert!(!left.into_iter().any(|e| e.file_name().to_string_lossy().starts_with("kvm2-")), "no socket directory is left");
@@ -650,7 +651,7 @@ async fn a_peer_that_is_no_libvirt_costs_one_error_and_nothing_else() {
     let text = b"HTTP/1.1 400 Bad Request\r\n\r\n";
     let cases: [(&str, Option<&'static [u8]>); 5] =
         [("closes", Some(b"")), ("huge", Some(huge)), ("short", Some(short)), ("text", Some(text)), ("silent", None)];
-    let before = counts();
+    let before = settled().await;
     for (case, answer) in cases {
         let path = dir.path().join(case);
         let listener = tokio::net::UnixListener::bind(&path).expect("binds");
@@ -688,7 +689,8 @@ async fn a_peer_that_is_no_libvirt_costs_one_error_and_nothing_else() {
         peer.abort();
     }
     let after = settled().await;
-    assert!(after.1 <= before.1 + 2, "descriptors: {before:?} {after:?}");
+    // 41 dials lie between the two counts; other tests of this process begin and end
+    assert!(after.1 <= before.1 + 10, "descriptors: {before:?} {after:?}");
 }
 
 fn reason<T: std::fmt::Debug>(what: &str, result: Result<T, CallError>) -> Reason {
