@@ -133,8 +133,14 @@ async fn probe_abilities(hv: &dyn Hypervisor, entry: &Entry, host: &Host) -> (St
     // an entry whose images all boot by BIOS needs no UEFI firmware
     let uefi = entry.images.is_empty() || entry.images.values().any(|i| i.firmware == Firmware::Uefi);
     let firmware = if uefi { Firmware::Uefi } else { Firmware::Bios };
-    let (able, capabilities) = tokio::join!(preflight::require(hv, entry, host, firmware), preflight::capabilities(hv, entry, host));
-    (capabilities.map(|c| c.emulator).unwrap_or_default(), able)
+    let (bridge, capabilities) = tokio::join!(preflight::require_bridge(hv, host), preflight::capabilities(hv, entry, host));
+    match capabilities {
+        Ok(capabilities) => {
+            let able = preflight::require_firmware(&capabilities, entry, host, firmware).and(bridge);
+            (capabilities.emulator, able)
+        }
+        Err(e) => (String::new(), Err(e)),
+    }
 }
 
 /// libvirt's packed version: major × 1,000,000 + minor × 1,000 + release.

@@ -175,7 +175,7 @@ impl Provider {
 
         cancelled(job)?;
         job.step(Step::Defining);
-        let mark = self.mark(order, prior.as_ref().map(|(mark, _)| &**mark), None);
+        let mark = self.mark(order, prior.as_ref().map(|(mark, _)| &**mark));
         failpoint!("create.before_define");
         let uuid = prior.as_ref().map(|(_, domain)| domain.uuid);
         let domain = self.define(order, site, &mark, uuid).await?;

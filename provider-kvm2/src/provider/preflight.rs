@@ -8,7 +8,11 @@ use crate::hypervisor::{Hypervisor, code};
 /// Bridge, virtualisation type, machine and firmware; two calls at once.
 pub(super) async fn require(hv: &dyn Hypervisor, entry: &Entry, host: &Host, firmware: Firmware) -> Result<()> {
     let (bridge, capabilities) = tokio::join!(require_bridge(hv, host), capabilities(hv, entry, host));
-    let capabilities = capabilities?;
+    require_firmware(&capabilities?, entry, host, firmware)?;
+    bridge
+}
+
+pub(super) fn require_firmware(capabilities: &DomainCapabilities, entry: &Entry, host: &Host, firmware: Firmware) -> Result<()> {
     if !capabilities.has_firmware(firmware) {
         return Err(ProviderError::new(
             Reason::FirmwareUnavailable,
@@ -19,7 +23,7 @@ pub(super) async fn require(hv: &dyn Hypervisor, entry: &Entry, host: &Host, fir
         )
         .on_host(&host.name));
     }
-    bridge
+    Ok(())
 }
 
 /// None where the host cannot tell: then starting the domain decides.

@@ -24,7 +24,7 @@ use crate::provider::{Provider, preflight};
 use crate::seed;
 
 impl Provider {
-    pub(super) fn mark(&self, order: &Order, prior: Option<&Mark>, base: Option<&Base>) -> Mark {
+    pub(super) fn mark(&self, order: &Order, prior: Option<&Mark>) -> Mark {
         let now = jiff::Timestamp::now();
         Mark {
             claim: mark::Claim::Managed,
@@ -35,8 +35,9 @@ impl Provider {
             spec_hash: order.spec_hash.clone(),
             entry: order.at.entry.name.clone(),
             image_key: order.at.image.key.clone(),
-            base: base.map(|b| b.volume.clone()).unwrap_or_default(),
-            base_digest: base.map(|b| b.digest.to_string()).unwrap_or_default(),
+            // known once the volumes are made
+            base: String::new(),
+            base_digest: String::new(),
             owner: self.replica.clone(),
             attempt_at: Some(now),
         }
