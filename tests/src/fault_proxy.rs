@@ -14,16 +14,31 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::Instant;
 
+/// Connections that wait to be accepted.
+const BACKLOG: u32 = 64;
+/// What a slow path reads at a time, in bytes.
+const SLOW_PART: usize = 4 << 10;
+/// What a slow path keeps of a connection, in bytes.
+const SLOW_BUFFER: u32 = 32 << 10;
+
 /// What happens to the bytes. Takes effect at once, for open connections as well.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     Pass,
     /// Bytes are neither read nor written, and nothing is closed: a peer that has gone silent.
     Stall,
+    /// Passes until so many bytes have come from the server on a connection, then nothing more does: silence from that
+    /// byte on.
+    StallAfter(u64),
     /// Passes until so many bytes have gone to the server on a connection, then closes both ends.
     CutAfter(u64),
+    /// Open connections and new ones end at both ends, in order.
+    Close,
     /// Open connections and new ones end with a reset.
     Reset,
+    /// The server's end of open connections is gone and the client is told nothing, as of a machine that lost its power.
+    /// With the next fault, or none, the client's end is reset. New connections get no answer.
+    HalfOpen,
     /// Nobody listens; open connections end.
     Refuse,
 }
@@ -40,6 +55,8 @@ pub struct FaultProxy {
 struct Controls {
     fault: Arc<watch::Sender<Fault>>,
     delay: Arc<watch::Sender<Duration>>,
+    /// Bytes in a second that go to the server on a connection; None is all that come.
+    drain: Option<u32>,
     traffic: Arc<Traffic>,
 }
 
@@ -47,6 +64,7 @@ struct Controls {
 #[derive(Debug, Default)]
 struct Traffic {
     connections: AtomicU64,
+    open: AtomicU64,
     to_server: AtomicU64,
     to_client: AtomicU64,
     turns: AtomicU64,
@@ -63,6 +81,8 @@ enum Direction {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
     pub connections: u64,
+    /// Connections to the server that are open now.
+    pub open: u64,
     pub to_server: u64,
     pub to_client: u64,
     /// How often the client's bytes followed the server's: round trips, when one connection is used at a time.
@@ -71,12 +91,25 @@ pub struct Counts {
 
 impl FaultProxy {
     pub async fn to(server: impl Into<String>) -> Self {
-        let server = server.into();
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        Self::start(server.into(), TcpSocket::new_v4().expect("a socket"), None)
+    }
+
+    /// A path on which at most so many bytes in a second get to the server; the client notices soon, since little is
+    /// kept on the way.
+    pub async fn slow(server: impl Into<String>, bytes_per_second: u32) -> Self {
+        let socket = TcpSocket::new_v4().expect("a socket");
+        socket.set_recv_buffer_size(SLOW_BUFFER).expect("a small buffer");
+        Self::start(server.into(), socket, Some(bytes_per_second))
+    }
+
+    fn start(server: String, socket: TcpSocket, drain: Option<u32>) -> Self {
+        socket.bind(([127, 0, 0, 1], 0).into()).expect("a free port");
+        let listener = socket.listen(BACKLOG).expect("listening");
         let addr = listener.local_addr().expect("a bound address");
         let controls = Controls {
             fault: Arc::new(watch::Sender::new(Fault::Pass)),
             delay: Arc::new(watch::Sender::new(Duration::ZERO)),
+            drain,
             traffic: Arc::default(),
         };
         let task = tokio::spawn(listen(listener, addr, server, controls.clone()));
@@ -100,6 +133,7 @@ impl FaultProxy {
         let traffic = &self.controls.traffic;
         Counts {
             connections: traffic.connections.load(Ordering::Relaxed),
+            open: traffic.open.load(Ordering::Relaxed),
             to_server: traffic.to_server.load(Ordering::Relaxed),
             to_client: traffic.to_client.load(Ordering::Relaxed),
             round_trips: traffic.turns.load(Ordering::Relaxed),
@@ -158,20 +192,22 @@ fn bind_again(addr: SocketAddr) -> io::Result<TcpListener> {
     let socket = TcpSocket::new_v4()?;
     socket.set_reuseaddr(true)?;
     socket.bind(addr)?;
-    socket.listen(64)
+    socket.listen(BACKLOG)
 }
 
 async fn connection(client: TcpStream, server: String, controls: Controls) {
     let mut fault = controls.fault.subscribe();
     // a stalled path completes no new connection to the server either
-    if fault.wait_for(|fault| *fault != Fault::Stall).await.is_err() {
+    if fault.wait_for(|fault| !matches!(fault, Fault::Stall | Fault::HalfOpen)).await.is_err() {
         return;
     }
-    if *fault.borrow() == Fault::Reset {
-        let _ = client.set_zero_linger();
-        return;
+    match *fault.borrow() {
+        Fault::Reset => return drop(client.set_zero_linger()),
+        Fault::Close => return,
+        _ => {}
     }
     let Ok(server) = TcpStream::connect(&server).await else { return };
+    let open = Open::new(controls.traffic.clone());
     let _ = (client.set_nodelay(true), server.set_nodelay(true));
     let (mut client_read, mut client_write) = client.into_split();
     let (mut server_read, mut server_write) = server.into_split();
@@ -180,11 +216,33 @@ async fn connection(client: TcpStream, server: String, controls: Controls) {
         copy(&mut client_read, &mut server_write, Direction::ToServer, controls.clone()),
         copy(&mut server_read, &mut client_write, Direction::ToClient, controls)
     );
-    if *fault.borrow() == Fault::Reset {
+    let last = *fault.borrow();
+    if matches!(last, Fault::Reset | Fault::HalfOpen) {
         // what is closed now is closed without a goodbye, which dropping a write half would say
         let _ = (client_read.as_ref().set_zero_linger(), server_read.as_ref().set_zero_linger());
         client_write.forget();
         server_write.forget();
+    }
+    if last == Fault::HalfOpen {
+        drop((server_read, open));
+        // an error is the end of the proxy, and of this connection with it
+        let _ = fault.wait_for(|fault| *fault != Fault::HalfOpen).await;
+    }
+}
+
+/// A connection to the server that is open.
+struct Open(Arc<Traffic>);
+
+impl Open {
+    fn new(traffic: Arc<Traffic>) -> Self {
+        traffic.open.fetch_add(1, Ordering::Relaxed);
+        Self(traffic)
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -207,14 +265,27 @@ enum Reading {
 async fn copy(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf, direction: Direction, controls: Controls) -> Result<(), Broken> {
     let (due, mut waiting) = mpsc::channel::<(Instant, Bytes)>(64);
     let controls = &controls;
+    let drain = controls.drain.filter(|_| direction == Direction::ToServer);
     let read = async move {
         let mut fault = controls.fault.subscribe();
         let mut total = 0u64;
         let mut buffer = vec![0; 64 * 1024];
         loop {
             pass(&mut fault).await?;
+            let room = match *fault.borrow() {
+                Fault::StallAfter(limit) if direction == Direction::ToClient => {
+                    usize::try_from(limit.saturating_sub(total)).unwrap_or(usize::MAX)
+                }
+                _ if drain.is_some() => SLOW_PART,
+                _ => usize::MAX,
+            };
+            if room == 0 {
+                fault.changed().await.map_err(|_| Broken)?;
+                continue;
+            }
+            let room = room.min(buffer.len());
             let n = tokio::select! {
-                n = from.read(&mut buffer) => n?,
+                n = from.read(&mut buffer[..room]) => n?,
                 // not read while stalled, and a reset must not wait for bytes
                 changed = fault.changed() => { changed.map_err(|_| Broken)?; continue }
             };
@@ -233,6 +304,9 @@ async fn copy(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf, direction: Dire
             due.send((when, part)).await.map_err(|_| Broken)?;
             if over > 0 {
                 return Ok(Reading::Cut);
+            }
+            if let Some(rate) = drain {
+                tokio::time::sleep(Duration::from_secs(1).mul_f64(n as f64 / f64::from(rate))).await;
             }
         }
     };
@@ -257,101 +331,8 @@ async fn copy(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf, direction: Dire
 /// Waits while the path is stalled; an error when it is to end.
 async fn pass(fault: &mut watch::Receiver<Fault>) -> Result<(), Broken> {
     let now = *fault.wait_for(|fault| *fault != Fault::Stall).await.map_err(|_| Broken)?;
-    if matches!(now, Fault::Reset | Fault::Refuse) { Err(Broken) } else { Ok(()) }
+    if matches!(now, Fault::Close | Fault::Reset | Fault::HalfOpen | Fault::Refuse) { Err(Broken) } else { Ok(()) }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::poll::eventually;
-
-    const LIMIT: Duration = Duration::from_secs(10);
-
-    /// A server that sends back what it gets, and a proxy in front of it.
-    async fn echo() -> FaultProxy {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let addr = listener.local_addr().expect("a bound address");
-        tokio::spawn(async move {
-            while let Ok((mut stream, _)) = listener.accept().await {
-                tokio::spawn(async move {
-                    let (mut read, mut write) = stream.split();
-                    let _ = tokio::io::copy(&mut read, &mut write).await;
-                });
-            }
-        });
-        FaultProxy::to(addr.to_string()).await
-    }
-
-    async fn round_trip(stream: &mut TcpStream) -> io::Result<()> {
-        stream.write_all(b"ping").await?;
-        let mut answer = [0; 4];
-        stream.read_exact(&mut answer).await.map(|_| ())
-    }
-
-    #[tokio::test]
-    async fn without_a_fault_bytes_pass_and_round_trips_are_counted() {
-        let proxy = echo().await;
-        let mut stream = TcpStream::connect(proxy.addr()).await.expect("connecting");
-        for _ in 0..3 {
-            round_trip(&mut stream).await.expect("an echo");
-        }
-        let counts = proxy.counts();
-        assert_eq!((counts.connections, counts.to_server, counts.to_client), (1, 12, 12));
-        // the first ping follows nothing
-        assert_eq!(counts.round_trips, 2);
-    }
-
-    #[tokio::test]
-    async fn a_stalled_path_delivers_nothing_until_it_passes_again() {
-        let proxy = echo().await;
-        let mut stream = TcpStream::connect(proxy.addr()).await.expect("connecting");
-        round_trip(&mut stream).await.expect("an echo");
-        proxy.set(Fault::Stall);
-        stream.write_all(b"pong").await.expect("the kernel takes it");
-        let mut answer = [0; 4];
-        tokio::time::timeout(Duration::from_millis(200), stream.read_exact(&mut answer)).await.expect_err("silence");
-        proxy.set(Fault::Pass);
-        tokio::time::timeout(LIMIT, stream.read_exact(&mut answer)).await.expect("in time").expect("an echo");
-    }
-
-    #[tokio::test]
-    async fn a_cut_lets_exactly_its_bytes_through_and_closes() {
-        let proxy = echo().await;
-        proxy.set(Fault::CutAfter(6));
-        let mut stream = TcpStream::connect(proxy.addr()).await.expect("connecting");
-        stream.write_all(&[7; 100]).await.expect("the kernel takes it");
-        let mut rest = Vec::new();
-        // the end may be a close or a reset, since the client's bytes were not all read
-        let _ = tokio::time::timeout(LIMIT, stream.read_to_end(&mut rest)).await.expect("in time");
-        assert_eq!(proxy.counts().to_server, 6);
-    }
-
-    #[tokio::test]
-    async fn reset_ends_an_open_connection_with_a_reset() {
-        let proxy = echo().await;
-        let mut stream = TcpStream::connect(proxy.addr()).await.expect("connecting");
-        round_trip(&mut stream).await.expect("an echo");
-        proxy.set(Fault::Reset);
-        let error = tokio::time::timeout(LIMIT, stream.read_u8()).await.expect("in time").expect_err("no byte");
-        assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
-    }
-
-    #[tokio::test]
-    async fn refuse_closes_the_port_and_pass_opens_it_again() {
-        let proxy = echo().await;
-        proxy.set(Fault::Refuse);
-        eventually("the port is closed", LIMIT, || async {
-            match TcpStream::connect(proxy.addr()).await {
-                Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => Ok(()),
-                other => Err(format!("{other:?}")),
-            }
-        })
-        .await;
-        proxy.set(Fault::Pass);
-        eventually("the port is open", LIMIT, || async {
-            let mut stream = TcpStream::connect(proxy.addr()).await.map_err(|e| e.to_string())?;
-            round_trip(&mut stream).await.map_err(|e| e.to_string())
-        })
-        .await;
-    }
-}
+mod tests;
