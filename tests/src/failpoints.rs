@@ -49,6 +49,43 @@ fn collect(dir: &Path, opening: &str, names: &mut Vec<String>) {
     }
 }
 
+/// All failpoints of one daemon, armed one at a time while it runs: what a place is told counts once.
+#[derive(Debug)]
+pub struct Places {
+    dir: PathBuf,
+}
+
+impl Places {
+    pub fn new(dir: &Path) -> Self {
+        let dir = dir.join("places");
+        fs::create_dir_all(&dir).expect("a directory in a temporary one");
+        Self { dir }
+    }
+
+    /// What `FAILPOINTS` says for the daemon to look here.
+    pub fn all(&self) -> String {
+        let names = ["create", "delete", "publish"].into_iter().flat_map(of);
+        names.map(|name| format!("{name}=return(from:{})", self.dir.display())).collect::<Vec<_>>().join(";")
+    }
+
+    /// The next time that the daemon comes to `name` it does this.
+    pub fn arm(&self, name: &str, action: &str) {
+        let new = self.dir.join("new");
+        fs::write(&new, action).expect("a file in a temporary directory");
+        fs::rename(&new, self.dir.join(name)).expect("moving it into place");
+    }
+
+    /// Whether the daemon has not yet come to `name` since it was armed.
+    pub fn is_armed(&self, name: &str) -> bool {
+        self.dir.join(name).exists()
+    }
+
+    /// As if it had not been armed; true if the daemon never came there.
+    pub fn disarm(&self, name: &str) -> bool {
+        fs::remove_file(self.dir.join(name)).is_ok()
+    }
+}
+
 /// A file that holds the daemon at a failpoint until it is let go, by hand or by a test that ends.
 #[derive(Debug)]
 pub struct Hold {
@@ -62,14 +99,19 @@ impl Hold {
         Self { path }
     }
 
+    /// The action of a failpoint.
+    pub fn action(&self) -> String {
+        format!("hold:{}", self.path.display())
+    }
+
     /// What `FAILPOINTS` says to hold at `name`.
     pub fn at(&self, name: &str) -> String {
-        format!("{name}=return(hold:{})", self.path.display())
+        format!("{name}=return({})", self.action())
     }
 
     /// The same, for those that come after the first `n`.
     pub fn after(&self, n: usize, name: &str) -> String {
-        format!("{name}={n}*off->return(hold:{})", self.path.display())
+        format!("{name}={n}*off->return({})", self.action())
     }
 
     pub fn let_go(&self) {

@@ -35,7 +35,7 @@ pub use case::Case;
 pub use cleanup::Cleanup;
 pub use clients::Clients;
 pub use daemon::Daemon;
-pub use failpoints::Hold;
+pub use failpoints::{Hold, Places};
 pub use fault_proxy::{Fault, FaultProxy};
 pub use image_server::{Answer, ImageServer};
 pub use lab::{Host, Lab};
