@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::fs::File;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
@@ -19,6 +20,8 @@ use crate::providers_file::ProvidersFile;
 const BINARY: &str = "KVM2_PROVIDERD";
 /// Only ends a test of a daemon that never gets ready.
 const READY_LIMIT: Duration = Duration::from_secs(20);
+/// What the daemon's log says of the address that it chose.
+const SERVING_METRICS: &str = "serving metrics";
 /// Above the daemon's own drain time.
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 /// Last lines of a log that a failed test shows.
@@ -100,7 +103,7 @@ impl Daemon {
             .arg(&self.config)
             .arg("--socket")
             .arg(self.socket())
-            .args(["--log-level", &self.log_level, "--log-format", "text"])
+            .args(["--metrics", "127.0.0.1:0", "--log-level", &self.log_level, "--log-format", "text"])
             // KVM2_* of the test run would be taken for overrides of the configuration
             .env_clear()
             .envs(["PATH", "HOME"].iter().filter_map(|key| Some((*key, std::env::var_os(key)?))))
@@ -162,6 +165,13 @@ impl Daemon {
     pub fn pid(&self) -> i32 {
         let child = self.child.as_ref().expect("the daemon runs");
         i32::try_from(child.id()).expect("a pid fits")
+    }
+
+    /// Where it serves its metrics, as its log says.
+    pub fn metrics_addr(&self) -> Option<SocketAddr> {
+        let log = self.log();
+        let line = log.lines().rev().find(|line| line.contains(SERVING_METRICS))?;
+        line.split_once("address=Some(")?.1.split(')').next()?.parse().ok()
     }
 
     /// Some once the process has ended by itself.

@@ -180,6 +180,7 @@ pub async fn run_daemon(config: PathBuf, options: DaemonOptions, stop: impl Futu
         None => None,
         Some(address) => {
             let probe = Probe::bind(address).await.map_err(|e| Failure::of(Exit::Other, &e).fact("address", address.to_string()))?;
+            tracing::info!(address = ?probe.local_addr(), "serving metrics");
             Some(probe.serve(metrics, Arc::new(move || readiness.is_ready()), stopping.clone().cancelled_owned()))
         }
     };

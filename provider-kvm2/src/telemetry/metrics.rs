@@ -79,6 +79,7 @@ pub struct Metrics {
     image_bytes: Family<HostLabels, Counter>,
     cache: Family<CacheLabels, Counter>,
     unclassified: Family<CodeLabels, Counter>,
+    tasks: Gauge,
 }
 
 fn rpc_buckets() -> Histogram {
@@ -106,6 +107,7 @@ impl Metrics {
         let image_bytes = Family::default();
         let cache = Family::default();
         let unclassified = Family::default();
+        let tasks = Gauge::default();
         let mut registry = Registry::with_prefix("kvm2");
         registry.register("rpcs", "RPCs answered, by code and error reason", Clone::clone(&rpcs));
         registry.register_with_unit("rpc_duration", "Time from request to answer", Unit::Seconds, Clone::clone(&rpc_seconds));
@@ -116,6 +118,7 @@ impl Metrics {
         registry.register_with_unit("image_uploaded", "Image bytes sent to hosts", Unit::Bytes, Clone::clone(&image_bytes));
         registry.register("image_cache_lookups", "Lookups of base images: hit, miss, joined", Clone::clone(&cache));
         registry.register("unclassified_errors", "libvirt error codes that the error table does not know", Clone::clone(&unclassified));
+        registry.register("tasks", "Tasks of the daemon that have not ended", tasks.clone());
         Self {
             registry: Arc::new(registry),
             rpcs,
@@ -127,6 +130,7 @@ impl Metrics {
             image_bytes,
             cache,
             unclassified,
+            tasks,
         }
     }
 
@@ -167,6 +171,9 @@ impl Metrics {
 
     /// The OpenMetrics text of all series.
     pub fn encode(&self) -> String {
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            self.tasks.set(i64::try_from(runtime.metrics().num_alive_tasks()).unwrap_or(i64::MAX));
+        }
         let mut text = String::new();
         // writing into a String does not fail
         let _ = encode(&mut text, &self.registry);
@@ -177,6 +184,17 @@ impl Metrics {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_task_counts_until_it_has_ended() {
+        let m = Metrics::new();
+        let (end, ended) = tokio::sync::oneshot::channel::<()>();
+        let task = tokio::spawn(ended);
+        assert!(m.encode().contains("kvm2_tasks 1\n"), "{}", m.encode());
+        end.send(()).expect("the task waits");
+        task.await.expect("the task").expect("told to end");
+        assert!(m.encode().contains("kvm2_tasks 0\n"), "{}", m.encode());
+    }
 
     #[test]
     fn a_link_that_is_dropped_is_no_longer_open() {
