@@ -8,8 +8,11 @@
 use std::collections::BTreeMap;
 use std::error::Error as StdError;
 use std::fmt;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
+
+use futures::FutureExt;
 
 pub use egress_provider_proto::v1::ErrorClass as Class;
 pub use egress_provider_proto::v1::ErrorReason as Reason;
@@ -18,6 +21,16 @@ pub use egress_provider_proto::v1::ErrorReason as Reason;
 pub const MAX_FOREIGN_TEXT: usize = 512;
 
 pub type Result<T, E = ProviderError> = std::result::Result<T, E>;
+
+/// Runs `work`, and makes an error of a panic: whoever waits for work that is shared gets an answer, and what the work
+/// holds or has made is let go of. The panic's message and place are in the log.
+pub(crate) async fn unless_it_panics<T>(what: &str, work: impl Future<Output = Result<T>>) -> Result<T> {
+    AssertUnwindSafe(work).catch_unwind().await.unwrap_or_else(|_| Err(defect(what)))
+}
+
+pub(crate) fn defect(what: &str) -> ProviderError {
+    ProviderError::new(Reason::Internal, format!("{what} failed on a defect of this daemon; its log has the place"))
+}
 
 /// What failed, why, where, and what to do. Cheap to clone: callers that joined
 /// one piece of work share its error.

@@ -31,7 +31,7 @@ use super::{Base, Found, ImageRef, ImageState, ImageStatus, STALL, Wanted};
 use tracing::Instrument;
 
 use crate::config::{Entry, ImageFormat, ImageUrl, Sha256Hex};
-use crate::error::{Class, ProviderError, Reason, Result};
+use crate::error::{Class, ProviderError, Reason, Result, unless_it_panics};
 use crate::hypervisor::{CallError, Connect, HostId, Hypervisor, PoolRef, VolumeRef, code};
 use crate::telemetry::metrics::Metrics;
 
@@ -226,7 +226,7 @@ impl ImageCache {
             kvm2.sha256_configured = shared.wanted.image.sha256.is_some(),
         );
         let work = async move {
-            let result = cache.obtain(&shared, &phase).await;
+            let result = unless_it_panics("the pull of an image", cache.obtain(&shared, &phase)).await;
             if let Err(e) = &result {
                 tracing::warn!(host = %shared.wanted.host.name, image = %shared.wanted.image.key, reason = ?e.reason(), error = %e.chain(), "image pull failed");
             }
@@ -506,7 +506,7 @@ impl Pull {
         let mut phase = self.phase.clone();
         match phase.wait_for(|p| matches!(p, Phase::Ended { .. })).await.as_deref() {
             Ok(Phase::Ended { result, .. }) => result.clone(),
-            // the task is gone without a word: aborted by a shutdown, or it panicked
+            // the task is gone without a word: aborted by a shutdown
             Ok(_) | Err(_) => Err(stopping(&self.shared.wanted)),
         }
     }

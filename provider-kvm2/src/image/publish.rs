@@ -22,7 +22,7 @@ use super::origin::{Origin, url_sha256};
 use super::qcow2::{Kind, Sniffed, sniff};
 use super::{Base, Wanted, space};
 use crate::config::{ImageFormat, Sha256Hex};
-use crate::error::{ProviderError, Reason, Result};
+use crate::error::{ProviderError, Reason, Result, unless_it_panics};
 use crate::hypervisor::classify::is_pool_job;
 use crate::hypervisor::{Connect, HostId, Hypervisor, PoolRef, UploadPart, VolumeRef, code};
 use crate::telemetry::metrics::Metrics;
@@ -94,11 +94,12 @@ impl Publish<'_> {
     pub(crate) async fn run(&self) -> Result<(Base, Origin)> {
         let deadline = Instant::now() + self.wanted.entry.budgets.upload_image;
         let (feed, plan, link) = self.until(deadline, self.prepare()).await?;
-        let outcome = self.upload(&*link, feed, &plan, deadline).await;
-        let outcome = match outcome {
-            Ok(stored) => self.finish_or_redial(&*link, stored).await,
-            Err(e) => Err(e),
+        let work = async {
+            let stored = self.upload(&*link, feed, &plan, deadline).await?;
+            self.finish_or_redial(&*link, stored).await
         };
+        // whatever happens in it: what was made is removed
+        let outcome = unless_it_panics("the upload of an image", work).await;
         if outcome.is_err() && self.made.load(Ordering::Relaxed) {
             self.clean_up(&*link).await;
         }
