@@ -6,15 +6,13 @@
 //! create one instance at once meet at the overlay: libvirt makes a volume of a name
 //! once, and who does not get it steps back.
 
-use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::FutureExt;
 use secrecy::{ExposeSecret, SecretSlice};
 use tracing::Instrument;
 
-mod answers;
+pub(super) mod answers;
 mod steps;
 
 use answers::{busy, changed, fits, may_join, owned_by_caller, paused, refuse_foreign_volumes, shutting_down, still_at};
@@ -27,13 +25,13 @@ use super::{CreateOutcome, CreateRequest, Created, Expected, Instance, Key, Prov
 use crate::domain::mark::{self, Mark, Phase};
 use crate::domain::state::{self, State, StateReason};
 use crate::domain::{InstanceId, VmName};
-use crate::error::{ProviderError, Reason, Result};
+use crate::error::{ProviderError, Reason, Result, unless_it_panics};
 use crate::hypervisor::{DomainRef, VolumeRef, code};
 use crate::image::{Found, Wanted, space};
 
 /// Space counted for a seed beside the disk, in bytes.
 const SEED_ROOM: u64 = 16 << 20;
-/// A Create of another daemon that has been at work for less than this is let alone: longer
+/// A Create or a Delete of another daemon that has been at work for less than this is let alone: longer
 /// than its volumes and its start may take within their budgets.
 const OTHERS_PATIENCE: Duration = Duration::from_secs(240);
 /// A checked request.
@@ -91,12 +89,7 @@ impl Provider {
                 let running = job.clone();
                 let work = async move {
                     // a job that panicked has to be forgotten like any other, or its name is taken for ever
-                    let result = AssertUnwindSafe(this.run_create(&running, &order)).catch_unwind().await.unwrap_or_else(|_| {
-                        Err(ProviderError::new(
-                            Reason::Internal,
-                            "creating the instance failed on a defect of this daemon; its log has the place",
-                        ))
-                    });
+                    let result = unless_it_panics("creating the instance", this.run_create(&running, &order)).await;
                     let id = order.id();
                     let result = result.map_err(|e| e.on_host(&id.host).on_instance(&id).during("create"));
                     match &result {
@@ -180,11 +173,12 @@ impl Provider {
         let uuid = prior.as_ref().map(|(_, domain)| domain.uuid);
         let domain = self.define(order, site, &mark, uuid).await?;
         let made = self.fill(job, order, site, &domain, mark, found, &volumes).await;
-        if let Err(e) = &made
-            && !e.is_transient()
-        {
+        match &made {
+            Ok(_) => {}
+            // the next Create completes it, or a Delete removes it, both by its domain
+            Err(e) if e.is_transient() => self.follow_domain(order, site).await,
             // nobody will come back to complete what cannot be completed
-            self.undo(order, site, &domain).await;
+            Err(_) => self.undo(order, site, &domain).await,
         }
         made
     }
@@ -250,8 +244,12 @@ impl Provider {
         let raw = raw.map_err(gone)?;
         let (state, reason) = state::map(raw, mark.phase);
         match (mark.phase, state) {
-            // an unfinished Delete is finished first; what comes then is a new instance
             (Phase::Deleting, _) => {
+                // somebody is at it: what was made now would go as well
+                if mark.owner != self.replica && mark.is_fresh(jiff::Timestamp::now(), OTHERS_PATIENCE) {
+                    return Err(busy(&id));
+                }
+                // an unfinished Delete is finished first; what comes then is a new instance
                 self.remove(site, &order.name, &domain, &mark).await?;
                 Ok(Prior::None)
             }
@@ -315,6 +313,15 @@ impl Provider {
             instance: Instance::of(&order.at.entry.name, order.id(), mark.clone(), state, reason),
             outcome: CreateOutcome::Existing,
         })
+    }
+
+    /// Another daemon may have deleted the instance meanwhile. Volumes that were made here after that are nobody's, and
+    /// would be in the way of the next Create.
+    async fn follow_domain(&self, order: &Order, site: &Site) {
+        let gone = site.hv.is_alive() && site.hv.lookup_domain(order.name.as_str()).await.is_err_and(|e| e.is(code::NO_DOMAIN));
+        if gone && let Err(e) = self.remove_leftovers(site, &order.name).await {
+            tracing::warn!(host = %site.host.name, name = %order.name, error = %e.chain(), "volumes of an instance that was deleted meanwhile could not be removed; a Delete by id will");
+        }
     }
 
     /// Takes back what this Create made, after a failure that no retry mends.

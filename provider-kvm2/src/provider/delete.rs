@@ -6,6 +6,7 @@ use std::sync::Arc;
 use futures::future::join_all;
 use tracing::Instrument;
 
+use super::create::answers;
 use super::get::{Target, require_mark};
 use super::jobs::JobKey;
 use super::sites::Site;
@@ -13,7 +14,7 @@ use super::{DeleteOutcome, DeleteRequest, Deleted, Provider, Removed, RemovedKin
 use crate::config::Entry;
 use crate::domain::mark::{self, Mark, Phase};
 use crate::domain::{InstanceId, VmName};
-use crate::error::{ProviderError, Reason, Result};
+use crate::error::{ProviderError, Reason, Result, defect};
 use crate::hypervisor::{DomainRef, HostId, code};
 
 impl Provider {
@@ -36,10 +37,7 @@ impl Provider {
         let mut all = Deleted { outcome: DeleteOutcome::AlreadyAbsent, removed: Vec::new(), create_cancelled: false };
         let mut foreign = None;
         for done in join_all(works.collect::<Vec<_>>()).await {
-            let done = done.unwrap_or_else(|e| {
-                Err(ProviderError::new(Reason::Internal, "deleting the instance failed on a defect of this daemon; its log has the place")
-                    .with_source(e))
-            });
+            let done = done.unwrap_or_else(|e| Err(defect("deleting the instance").with_source(e)));
             match done {
                 Ok(done) => {
                     all.create_cancelled |= done.create_cancelled;
@@ -107,14 +105,15 @@ impl Provider {
 
     /// Removes a domain of ours with its volumes; the caller holds the name and has checked the mark.
     pub(super) async fn remove(&self, site: &Site, name: &VmName, domain: &DomainRef, mark: &Mark) -> Result<Vec<Removed>> {
-        if mark.phase == Phase::Ready {
-            let deleting = Mark { phase: Phase::Deleting, ..mark.clone() };
-            match self.write_mark(site, domain, &deleting).await {
-                // gone, or transient and so without a configuration to mark: the next steps decide
-                Err(e) if e.libvirt().is_none() => return Err(e),
-                _ => {}
-            }
-        }
+        let now = jiff::Timestamp::now();
+        let deleting = Mark { phase: Phase::Deleting, owner: self.replica.clone(), attempt_at: Some(now), ..mark.clone() };
+        let marked = match self.write_mark(site, domain, &deleting).await {
+            Ok(()) => true,
+            Err(e) if e.libvirt().is_none() => return Err(e),
+            Err(e) if e.libvirt().is_some_and(|e| e.code == code::NO_DOMAIN) => return Ok(Vec::new()),
+            // transient, and so without a configuration to mark: it is gone once it is destroyed
+            Err(_) => false,
+        };
         failpoint!("delete.after_mark");
         match site.hv.destroy_domain(domain).await {
             Ok(()) => {}
@@ -124,6 +123,10 @@ impl Provider {
         failpoint!("delete.after_destroy");
         let host = &site.host.name;
         let mut removed = Vec::new();
+        // another daemon may have ended this Delete and made the instance anew: its volumes have the same names
+        if marked && !self.is_being_deleted(site, name, domain).await? {
+            return Ok(removed);
+        }
         let volumes = [(RemovedKind::Overlay, name.overlay_volume()), (RemovedKind::Seed, name.seed_volume())];
         let gone = join_all(volumes.iter().map(|(_, volume)| self.remove_volume(site, volume))).await;
         for ((kind, volume), gone) in volumes.into_iter().zip(gone) {
@@ -132,6 +135,9 @@ impl Provider {
             }
         }
         failpoint!("delete.before_undefine");
+        if marked && !self.is_being_deleted(site, name, domain).await? {
+            return Ok(removed);
+        }
         match site.hv.undefine_domain(domain).await {
             Ok(()) => {
                 removed.insert(0, Removed { kind: RemovedKind::Domain, host: host.clone(), pool: String::new(), name: name.to_string() })
@@ -141,6 +147,19 @@ impl Provider {
         }
         failpoint!("delete.after_undefine");
         Ok(removed)
+    }
+
+    /// Whether the domain still is the one whose Delete has begun. False once it is gone; an error if it is another's now.
+    async fn is_being_deleted(&self, site: &Site, name: &VmName, domain: &DomainRef) -> Result<bool> {
+        let id = InstanceId { host: site.host.name.clone(), name: name.clone() };
+        let element = match site.hv.domain_metadata(domain, mark::NAMESPACE).await {
+            Err(e) if e.is(code::NO_DOMAIN) => return Ok(false),
+            other => other?,
+        };
+        match require_mark(element.as_deref(), &id)?.phase {
+            Phase::Deleting => Ok(true),
+            Phase::Creating | Phase::Ready => Err(answers::changed(&id)),
+        }
     }
 
     async fn remove_volume(&self, site: &Site, name: &str) -> Result<bool> {

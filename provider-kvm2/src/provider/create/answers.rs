@@ -118,7 +118,7 @@ pub(super) fn busy(id: &InstanceId) -> ProviderError {
         .retry_after(BUSY_RETRY)
 }
 
-pub(super) fn changed(id: &InstanceId) -> ProviderError {
+pub(in crate::provider) fn changed(id: &InstanceId) -> ProviderError {
     ProviderError::new(Reason::StateChanged, format!("{id} was changed by someone else in the middle of the call; call again"))
         .retry_after(BUSY_RETRY)
 }
