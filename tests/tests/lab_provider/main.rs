@@ -8,4 +8,5 @@ mod faults;
 mod images;
 mod killed;
 mod lifecycle;
+mod slow;
 mod storage;

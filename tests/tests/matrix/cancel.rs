@@ -6,51 +6,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lab_tests::case::uid_of;
+use lab_tests::counters::DaemonCounts;
 use lab_tests::summary::is_full;
 use lab_tests::{Case, Clients, Daemon, FaultProxy, Hold, Outcome, Summary, eventually, failpoints};
-use tokio::sync::oneshot;
-use tokio::task::JoinHandle;
 use tonic::{Code, Request};
 
-use crate::support::{AT_A_TIME, delete, run_all};
+use crate::bystander::Bystander;
+use crate::hosts;
+use crate::support::{AT_A_TIME, delete, left_over, run_all};
 
 const HOST: &str = "hv2";
 /// A Delete that was let through is over by then: the promise that it wins within seconds.
 const WINS_WITHIN: Duration = Duration::from_secs(10);
 /// Only tells what is stuck.
 const SOON: Duration = Duration::from_secs(45);
-
-/// Reads one VM over and over, and notes each failure.
-struct Bystander {
-    stop: oneshot::Sender<()>,
-    task: JoinHandle<(usize, Vec<String>)>,
-}
-
-impl Bystander {
-    fn of(clients: Clients, vm: String) -> Self {
-        let (stop, mut stopped) = oneshot::channel();
-        let task = tokio::spawn(async move {
-            let (mut calls, mut failures) = (0, Vec::new());
-            while stopped.try_recv() == Err(oneshot::error::TryRecvError::Empty) {
-                if let Err(e) = clients.get(&format!("hosts/{HOST}/domains/{vm}"), &uid_of(&vm)).await {
-                    failures.push(format!("a bystander's Get: {}", e.message()));
-                }
-                calls += 1;
-            }
-            (calls, failures)
-        });
-        Self { stop, task }
-    }
-
-    async fn close(self, outcome: &mut Outcome) {
-        let _ = self.stop.send(());
-        let (calls, failures) = self.task.await.expect("the bystander's task");
-        outcome.wrong.extend(failures);
-        if calls == 0 {
-            outcome.wrong.push("the bystander got no call through".to_owned());
-        }
-    }
-}
 
 #[derive(Debug, Clone, Copy)]
 enum Goes {
@@ -63,6 +32,7 @@ enum Goes {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_caller_that_goes_away_at_any_moment_costs_nobody_anything() {
     let Some(case) = Case::start("mleave", &[HOST]) else { return };
+    let running = hosts::enter(&case).await;
     let case = Arc::new(case);
     let host = case.host(HOST);
     let proxy = FaultProxy::to(format!("{}:{}", host.address, host.port)).await;
@@ -70,7 +40,8 @@ async fn a_caller_that_goes_away_at_any_moment_costs_nobody_anything() {
     let steady = case.vm("steady");
     daemon.clients().create(case.request(&steady, HOST)).await.expect("created");
     let connections = proxy.counts().connections;
-    let bystander = Bystander::of(daemon.clients(), steady.clone());
+    let before = DaemonCounts::of(&daemon).await;
+    let bystander = Bystander::of(daemon.clients(), HOST, steady.clone());
 
     let millis: &[u64] = if is_full() { &[1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 120, 200, 300, 500, 800, 1300] } else { &[1, 20, 100, 300] };
     let mut tries = Vec::new();
@@ -88,9 +59,13 @@ async fn a_caller_that_goes_away_at_any_moment_costs_nobody_anything() {
     if proxy.counts().connections != connections {
         others.wrong.push(format!("the link was dialled again: {} became {}", connections, proxy.counts().connections));
     }
-    summary.add("bystander on the same link", others);
+    delete(&mut others, &daemon.clients(), host, &case.entry_name(), &steady, SOON).await;
+    others.leaked.extend(before.grown(&daemon).await);
+    others.leaked.extend(left_over(&case, HOST));
+    summary.add("bystander on the same link, and what is left", others);
     drop(daemon);
     drop(case);
+    running.leave(&mut summary).await;
     summary.close();
 }
 
@@ -124,6 +99,7 @@ async fn leave(case: &Case, clients: &Clients, vm: &str, after: Duration, goes: 
 async fn a_delete_wins_over_a_create_wherever_that_is() {
     let Some(case) = Case::start("mwins", &[HOST]) else { return };
     let Some(program) = failpoints::binary("a_delete_wins_over_a_create_wherever_that_is") else { return };
+    let running = hosts::enter(&case).await;
     let case = Arc::new(case);
     let daemon = case.daemon_in("warm", case.other_entry("w")).await;
     let steady = case.vm("steady");
@@ -141,6 +117,7 @@ async fn a_delete_wins_over_a_create_wherever_that_is() {
     let mut summary = Summary::of("delete");
     run_all(&mut summary, AT_A_TIME, tries.collect()).await;
     drop(case);
+    running.leave(&mut summary).await;
     summary.close();
 }
 
@@ -154,7 +131,7 @@ async fn delete_at(case: Arc<Case>, program: PathBuf, n: usize, point: String, s
     let daemon = case.failing_daemon_in(&dir, entry, &program, hold.at(&point)).await;
     let clients = daemon.clients();
     let mut outcome = Outcome::default();
-    let bystander = Bystander::of(daemon.clients(), steady);
+    let bystander = Bystander::of(daemon.clients(), HOST, steady);
 
     let creating = tokio::spawn({
         let (clients, request) = (clients.clone(), case.request(&vm, HOST));

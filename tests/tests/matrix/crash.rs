@@ -10,6 +10,7 @@ use lab_tests::case::uid_of;
 use lab_tests::summary::is_full;
 use lab_tests::{Case, Outcome, Summary, failpoints};
 
+use crate::hosts;
 use crate::support::{AT_A_TIME, Found, delete, run_all};
 
 const HOST: &str = "hv2";
@@ -30,9 +31,18 @@ enum Then {
     Delete,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum How {
+    /// As by kill -9.
+    Abort,
+    /// With exit handlers and destructors, libvirt's among them.
+    Exit,
+}
+
 #[derive(Debug, Clone)]
 struct Try {
     point: String,
+    how: How,
     cache: Cache,
     then: Then,
 }
@@ -45,13 +55,17 @@ fn tries() -> Vec<Try> {
             let point = Arc::new(point);
             caches.clone().into_iter().flat_map(move |cache| {
                 let point = point.clone();
-                [Then::Create, Then::Delete].map(move |then| Try { point: point.to_string(), cache, then })
+                [Then::Create, Then::Delete].map(move |then| Try { point: point.to_string(), how: How::Abort, cache, then })
             })
         })
     };
     let mut tries: Vec<_> = all(failpoints::of("create"), &[Cache::Warm, Cache::Cold]).collect();
     tries.extend(all(failpoints::of("delete"), &[Cache::Warm]));
     tries.extend(all(failpoints::of("publish"), &[Cache::Cold]));
+    // what a crash leaves does not depend on how it came, so once for each place
+    let exits: Vec<_> =
+        tries.iter().filter(|t| t.then == Then::Create && (t.cache == Cache::Warm || t.point.starts_with("publish."))).cloned().collect();
+    tries.extend(exits.into_iter().map(|t| Try { how: How::Exit, ..t }));
     if !is_full() {
         const SOME: [(&str, Cache, Then); 8] = [
             ("create.after_define", Cache::Cold, Then::Delete),
@@ -63,7 +77,7 @@ fn tries() -> Vec<Try> {
             ("publish.in_marker", Cache::Cold, Then::Create),
             ("publish.after_marker", Cache::Cold, Then::Delete),
         ];
-        tries.retain(|t| SOME.contains(&(t.point.as_str(), t.cache, t.then)));
+        tries.retain(|t| t.how == How::Abort && SOME.contains(&(t.point.as_str(), t.cache, t.then)));
         assert_eq!(tries.len(), SOME.len(), "every place is there");
     }
     tries
@@ -73,6 +87,7 @@ fn tries() -> Vec<Try> {
 async fn a_daemon_that_dies_anywhere_loses_leaks_and_locks_nothing() {
     let Some(case) = Case::start("mcrash", &[HOST]) else { return };
     let Some(program) = failpoints::binary("a_daemon_that_dies_anywhere_loses_leaks_and_locks_nothing") else { return };
+    let running = hosts::enter(&case).await;
     let case = Arc::new(case);
     // one base for all that find the image on the host
     let warm = case.vm("warm");
@@ -82,11 +97,12 @@ async fn a_daemon_that_dies_anywhere_loses_leaks_and_locks_nothing() {
     drop(daemon);
     let mut summary = Summary::of("crash");
     let tries = tries().into_iter().enumerate().map(|(n, one)| {
-        let point = format!("{}, {:?}, then {:?}", one.point, one.cache, one.then);
+        let point = format!("{:?} at {}, {:?}, then {:?}", one.how, one.point, one.cache, one.then);
         (point, crash(case.clone(), program.clone(), n, one))
     });
     run_all(&mut summary, AT_A_TIME, tries.collect()).await;
     drop(case);
+    running.leave(&mut summary).await;
     summary.close();
 }
 
@@ -98,7 +114,8 @@ async fn crash(case: Arc<Case>, program: PathBuf, n: usize, one: Try) -> Outcome
     let entry_name = entry.name().to_owned();
     let (vm, host) = (case.vm(&format!("r{n}")), case.host(HOST));
     let mut outcome = Outcome::default();
-    let mut daemon = case.failing_daemon_in(&format!("r{n}"), entry, &program, format!("{}=return(abort)", one.point)).await;
+    let action = format!("{}=return({})", one.point, if one.how == How::Abort { "abort" } else { "exit" });
+    let mut daemon = case.failing_daemon_in(&format!("r{n}"), entry, &program, action).await;
     let clients = daemon.clients();
 
     let created = clients.create(case.request(&vm, HOST)).await;

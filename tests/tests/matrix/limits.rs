@@ -13,6 +13,7 @@ use lab_tests::{Answer, Case, Clients, ImageServer, Outcome, Refusal, Summary};
 use serde_json::json;
 use tokio::task::JoinSet;
 
+use crate::hosts;
 use crate::support::{Found, delete, in_turn};
 
 const NARROW: &str = "hv1";
@@ -103,6 +104,7 @@ fn add(told: &mut Told, more: Told) {
 async fn a_host_with_few_places_serves_every_caller_in_the_end() {
     let _turn = in_turn().await;
     let Some(case) = Case::start("mlimits", &[NARROW]) else { return };
+    let running = hosts::enter(&case).await;
     let callers = if is_full() { 30 } else { 6 };
     let mut summary = Summary::of("limits");
     {
@@ -113,23 +115,23 @@ async fn a_host_with_few_places_serves_every_caller_in_the_end() {
             daemons.push(case.daemon_in(&format!("d{n}"), case.entry()).await);
         }
         let clients = |n: usize| daemons[n % DAEMONS].clients();
-        let mut running = JoinSet::new();
+        let mut calls = JoinSet::new();
         for n in 0..callers {
             let (clients, vm) = (clients(n), case.vm(&format!("r{n}")));
-            running.spawn(async move {
+            calls.spawn(async move {
                 let (outcome, told, _) = served(|| create(clients.clone(), request(&vm, NARROW, "tiny"))).await;
                 (format!("Create {n}"), outcome, told)
             });
         }
         for n in 0..callers {
             let clients = clients(n);
-            running.spawn(async move {
+            calls.spawn(async move {
                 let (outcome, told, _) = served(|| check(clients.clone())).await;
                 (format!("Check {n}"), outcome, told)
             });
         }
         let mut told = Told::new();
-        while let Some(done) = running.join_next().await {
+        while let Some(done) = calls.join_next().await {
             let (what, outcome, more) = done.expect("a caller's task");
             add(&mut told, more);
             summary.add(what, outcome);
@@ -142,6 +144,7 @@ async fn a_host_with_few_places_serves_every_caller_in_the_end() {
         }
     }
     drop(case);
+    running.leave(&mut summary).await;
     summary.close();
 }
 
@@ -149,6 +152,7 @@ async fn a_host_with_few_places_serves_every_caller_in_the_end() {
 async fn many_creates_of_few_names_by_two_daemons_on_a_cold_cache_make_each_once() {
     let _turn = in_turn().await;
     let Some(case) = Case::start("mrace", &HOSTS) else { return };
+    let running = hosts::enter(&case).await;
     let (creates, names) = if is_full() { (50, 10) } else { (9, 3) };
     let server = ImageServer::start().await;
     server.serve("i.qcow2", std::fs::read(&case.lab.image("tiny").path).expect("the image"), [Answer::Whole]);
@@ -156,13 +160,13 @@ async fn many_creates_of_few_names_by_two_daemons_on_a_cold_cache_make_each_once
         case.entry().image("i", json!({ "url": server.url("i.qcow2"), "sha256": case.lab.image("tiny").sha256, "firmware": "bios" }));
     let (one, two) = (case.daemon_in("d1", entry.clone()).await, case.daemon_in("d2", entry).await);
     let mut summary = Summary::of("race");
-    let mut running = JoinSet::new();
+    let mut calls = JoinSet::new();
     let name = |n: usize| (case.vm(&format!("r{}", n % names)), HOSTS[n % names % HOSTS.len()]);
     for n in 0..creates {
         let (vm, host) = name(n);
         // the second round of each name goes to the other daemon
         let clients = if (n / names).is_multiple_of(2) { one.clients() } else { two.clients() };
-        running.spawn(async move {
+        calls.spawn(async move {
             let (mut outcome, told, id) = served(|| create(clients.clone(), request(&vm, host, "i"))).await;
             if id.is_some_and(|id| id != format!("hosts/{host}/domains/{vm}")) {
                 outcome.wrong.push("another id".to_owned());
@@ -171,7 +175,7 @@ async fn many_creates_of_few_names_by_two_daemons_on_a_cold_cache_make_each_once
         });
     }
     let mut told = Told::new();
-    while let Some(done) = running.join_next().await {
+    while let Some(done) = calls.join_next().await {
         let (what, outcome, more) = done.expect("a caller's task");
         add(&mut told, more);
         summary.add(what, outcome);
@@ -197,5 +201,6 @@ async fn many_creates_of_few_names_by_two_daemons_on_a_cold_cache_make_each_once
     }
     drop((one, two));
     drop(case);
+    running.leave(&mut summary).await;
     summary.close();
 }

@@ -3,10 +3,17 @@
 //! `tests/run` tries some points that stand for the others, `tests/matrix` all of them; each module ends with a line per
 //! try in the summary. `crash` and `cancel` keep to hv2, whatever breaks a host to hv1 and takes its turn.
 
+mod bystander;
 mod cancel;
 mod crash;
+mod handshake;
+mod hosts;
 mod limits;
+mod lost;
+mod pair;
+mod places;
 mod silent;
+mod stop;
 mod support;
 
 use std::path::Path;

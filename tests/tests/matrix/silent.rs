@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use egress_provider_proto::v1::ErrorClass;
 use lab_tests::case::{request, uid_of};
+use lab_tests::counters::DaemonCounts;
 use lab_tests::lab::Host;
 use lab_tests::summary::is_full;
 use lab_tests::{Answer, Case, Clients, Fault, FaultProxy, Hold, ImageServer, Outcome, Refusal, Summary, eventually, failpoints};
@@ -15,6 +16,7 @@ use serde_json::json;
 use tokio::task::JoinHandle;
 use tonic::Status;
 
+use crate::hosts;
 use crate::support::{delete, in_turn, run_all};
 
 const SILENT: &str = "hv1";
@@ -96,6 +98,7 @@ async fn a_host_that_falls_silent_anywhere_costs_its_own_callers_their_budget_an
     let _turn = in_turn().await;
     let Some(case) = Case::start("msilent", &[SILENT, SOUND]) else { return };
     let Some(program) = failpoints::binary("a_host_that_falls_silent_anywhere") else { return };
+    let running = hosts::enter(&case).await;
     let case = Arc::new(case);
     let tries = tries().into_iter().enumerate().map(|(n, (place, freeze))| {
         let work = silent(case.clone(), program.clone(), n, place, freeze);
@@ -104,6 +107,7 @@ async fn a_host_that_falls_silent_anywhere_costs_its_own_callers_their_budget_an
     let mut summary = Summary::of("silent");
     run_all(&mut summary, 1, tries.collect()).await;
     drop(case);
+    running.leave(&mut summary).await;
     summary.close();
 }
 
@@ -144,6 +148,8 @@ async fn silent(case: Arc<Case>, program: PathBuf, n: usize, place: Place, freez
     let other = case.daemon_in(&format!("o{n}"), case.other_entry(&format!("o{n}"))).await;
     other.clients().create(case.request(&there, SOUND)).await.expect("created");
     drop(other);
+    // a dial that is to fall silent is the first of its daemon: there is nothing yet to compare with
+    let before = if place == Place::Dial { None } else { Some(DaemonCounts::of(&daemon).await) };
     let mut callers: Vec<JoinHandle<Result<(), Status>>> = Vec::new();
     if matches!(place, Place::Upload | Place::Finish | Place::Seed) {
         let (clients, request) = (clients.clone(), request(&vm, SILENT, "i"));
@@ -211,6 +217,10 @@ async fn silent(case: Arc<Case>, program: PathBuf, n: usize, place: Place, freez
     }
     for vm in [&vm, &here] {
         delete(&mut outcome, &clients, silent, &entry_name, vm, SOON).await;
+    }
+    drop(clients);
+    if let Some(before) = before {
+        outcome.leaked.extend(before.grown(&daemon).await);
     }
     if !locked_up && libvirtds != [silent, sound].map(|host| host.pid("libvirtd"))
         || !lab_tests::counters::is_alive(libvirtds[0].unwrap_or_default())

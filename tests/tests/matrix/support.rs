@@ -5,17 +5,21 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use egress_provider_proto::v1::ListByTagResponse;
+use egress_provider_proto::v1::{ErrorClass, ListByTagResponse};
 use lab_tests::lab::Host;
 use lab_tests::scratch::sha256_of;
-use lab_tests::{Clients, Outcome, Summary};
+use lab_tests::{Case, Clients, Outcome, Refusal, Summary};
 use tokio::sync::{Mutex, MutexGuard, Semaphore};
 use tokio::task::JoinSet;
+use tonic::Status;
 
 /// Tries at a time that do not disturb each other: each waits most of its time, on a machine of two cores.
 pub(crate) const AT_A_TIME: usize = 4;
 /// Longest that a try may take. It only tells what is stuck.
 const LIMIT: Duration = Duration::from_secs(240);
+
+/// Between two tries of a caller that may come again.
+const PAUSE: Duration = Duration::from_millis(200);
 
 /// Tests that break a host take turns, their cleaning up included: taken before the case is started.
 pub(crate) async fn in_turn() -> MutexGuard<'static, ()> {
@@ -105,6 +109,47 @@ fn is_complete(host: &Host, base: &str) -> bool {
     let marker = std::fs::read_to_string(host.volume_path("default", &format!("{base}.sha256"))).unwrap_or_default();
     let origin = std::fs::read_to_string(host.volume_path("default", &format!("{base}.origin"))).unwrap_or_default();
     origin.starts_with('{') && marker.len() == 64 && marker == sha256_of(&host.volume_path("default", base))
+}
+
+/// What of a case lies on a host at its end that may not: all but complete bases.
+pub(crate) fn left_over(case: &Case, host: &str) -> Vec<String> {
+    let host = case.host(host);
+    let side = |name: &str| name.strip_suffix(".sha256").or_else(|| name.strip_suffix(".origin")).unwrap_or(name).to_owned();
+    case.left(&host.name)
+        .into_iter()
+        .chain(
+            host.volumes("default")
+                .into_iter()
+                .filter(|v| v.starts_with(&format!("base-{}-", case.entry_name())) && !is_complete(host, &side(v))),
+        )
+        .collect()
+}
+
+/// A call that is made again for as long as it is told that this is worth it.
+pub(crate) async fn until_served<T, F>(outcome: &mut Outcome, what: &str, limit: Duration, call: impl Fn() -> F) -> Option<T>
+where
+    F: Future<Output = Result<T, Status>>,
+{
+    let tries = async {
+        loop {
+            match call().await {
+                Ok(answer) => return Ok(answer),
+                Err(e) => {
+                    let refusal = Refusal::of(&e);
+                    if refusal.reason.class() != ErrorClass::Transient {
+                        return Err(format!("{what}: {}: {}", refusal.reason.wire_name(), refusal.message));
+                    }
+                    tokio::time::sleep(PAUSE).await;
+                }
+            }
+        }
+    };
+    match tokio::time::timeout(limit, tries).await {
+        Ok(Ok(answer)) => return Some(answer),
+        Ok(Err(e)) => outcome.wrong.push(e),
+        Err(_) => outcome.stuck.push(format!("{what} is not served within {limit:?}")),
+    }
+    None
 }
 
 /// Whether a VM is deleted within `limit`; what is left of it afterwards is leaked.
