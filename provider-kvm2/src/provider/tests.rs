@@ -472,6 +472,22 @@ async fn a_create_after_a_delete_that_was_killed_makes_a_new_instance() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_create_steps_back_from_another_daemons_fresh_delete_and_a_delete_ends_it() {
+    let bench = Bench::warm();
+    let provider = bench.daemon("a");
+    provider.create(create("vm-1", "u1")).await.expect("created");
+    bench.host.fail_next("undefine_domain", CallFailure::LinkDead { cause: "cut".into() });
+    provider.delete(delete(by_key("vm-1", "u1"))).await.expect_err("cut off");
+    let other = bench.daemon("b");
+    let busy = other.create(create("vm-1", "u1")).await.expect_err("a Delete is on its way");
+    assert_eq!(busy.reason(), Reason::OperationInProgress);
+    assert_eq!(bench.mark_of("vm-1").await.map(|m| (m.phase, m.owner)), Some((Phase::Deleting, "a".to_owned())));
+    other.delete(delete(by_key("vm-1", "u1"))).await.expect("ended by another");
+    let created = other.create(create("vm-1", "u1")).await.expect("made anew");
+    assert_eq!(created.outcome, CreateOutcome::Created);
+}
+
+#[tokio::test(start_paused = true)]
 async fn another_daemons_fresh_attempt_is_let_alone_and_an_old_one_taken_over() {
     let bench = Bench::warm();
     let steps = steps_of_a_create().await;
