@@ -65,6 +65,14 @@ host_accounts() {
     printf '127.0.0.1 localhost\n%s %s\n' "$HV_GW" "$HV_HOSTNAME" >"$a/hosts"
 }
 
+# A package that makes an account replaces /etc/passwd by renaming, which takes the mount over it away in every namespace.
+host_accounts_bound() {
+    local f
+    in_host grep '^kvm2lab:' /etc/passwd >/dev/null || for f in passwd group shadow hosts; do
+        in_host mount --bind "$HV_DATA/accounts/$f" "/etc/$f"
+    done
+}
+
 host_dirs() {
     mkdir -p "$HV_RUN"/{libvirt,ns,pid} "$HV_DATA"/{etc/qemu,etc/storage/autostart,lib/images,lib/small,lib/inactive,lib/qemu,log,cache,sshd,firmware}
     chmod 755 "$HV_RUN" "$HV_RUN/libvirt" "$HV_DATA"
@@ -151,6 +159,16 @@ namespaces = []
 CONF
 }
 
+# host_libvirtd_env KEY=VALUE...: variables of libvirtd's environment from its next start on; an empty value takes one away.
+host_libvirtd_env() {
+    local file=$HV_DATA/etc/libvirtd-env pair
+    touch "$file"
+    for pair in "$@"; do
+        sed -i "/^${pair%%=*}=/d" "$file"
+        [ -z "${pair#*=}" ] || printf '%s\n' "$pair" >>"$file"
+    done
+}
+
 # What libvirt has found out about QEMU is the same for each host; it checks itself that its files and the kernel are
 # the ones that the entry was made for.
 host_probe_cache() {
@@ -177,8 +195,10 @@ start_libvirtd() {
     rm -f "$HV_RUN"/libvirt/libvirt-{sock,sock-ro,admin-sock}
     # Guests inherit the priority: tests wait for them with a time limit, while whoever compiles beside them can wait.
     "${HV_ENTER[@]}" true || die "$HV: its namespaces are gone"
+    local env=()
+    [ ! -e "$HV_DATA/etc/libvirtd-env" ] || mapfile -t env <"$HV_DATA/etc/libvirtd-env"
     daemon_reaped "$HV_RUN/pid/libvirtd" "$HV_DATA/log/libvirtd.out" \
-        nice -n -5 "${HV_ENTER[@]}" /usr/sbin/libvirtd --pid-file /run/libvirt/libvirtd.pid
+        nice -n -5 "${HV_ENTER[@]}" env "${env[@]}" /usr/sbin/libvirtd --pid-file /run/libvirt/libvirtd.pid
     wait_for 60 "$HV: libvirtd" libvirtd_answers ||
         { tail -5 "$HV_DATA/log/libvirtd.out" "$HV_DATA/log/libvirtd.log" >&2; die "$HV: libvirtd did not come up"; }
 }
@@ -325,6 +345,7 @@ host_up() {
     host_small_fs
     host_net_up
     host_namespaces_up
+    host_accounts_bound
     host_libvirt_config
     host_probe_cache load
     start_dnsmasq

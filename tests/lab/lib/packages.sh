@@ -2,8 +2,8 @@
 # The Debian packages that the lab needs. The mirror is whatever this machine already uses: nothing here names one.
 
 # libvirt and QEMU come from backports on bookworm, where the release's own are too old to be what people run.
-PACKAGES_NEW=(libvirt-daemon-system libvirt-daemon-driver-qemu libvirt-clients libvirt-dev qemu-system-x86 qemu-utils)
-PACKAGES=(ovmf openssh-server openssh-client dnsmasq-base nginx-light socat iproute2 util-linux e2fsprogs curl jq openssl)
+PACKAGES_NEW=(libvirt-daemon-system libvirt-daemon-driver-qemu libvirt-clients libvirt-l10n libvirt-dev qemu-system-x86 qemu-utils)
+PACKAGES=(ovmf openssh-server openssh-client dnsmasq-base nginx-light socat iproute2 util-linux e2fsprogs curl jq openssl locales swtpm swtpm-tools)
 # Only to build guest images.
 PACKAGES_BUILD=(mmdebstrap debian-archive-keyring mtools fdisk dosfstools systemd-boot-efi syslinux syslinux-common binutils cpio kmod zstd xorriso)
 
@@ -107,4 +107,31 @@ ensure_packages() {
     fi
     rm -f "$log"
     exec 8>&-
+}
+
+# The directory of a generated locale, for LOCPATH; libvirt's own messages come from its package.
+locale_dir() {
+    local dir=$LAB_CACHE/locales
+    if [ ! -d "$dir/$1" ]; then
+        mkdir -p "$dir"
+        localedef -i "${1%%.*}" -f "${1##*.}" "$dir/$1" >/dev/null 2>&1 || [ -d "$dir/$1" ] || die "locale $1 cannot be made"
+    fi
+    printf '%s' "$dir"
+}
+
+# A directory with libvirt's drivers and the interface driver, which is not installed: it would be there for every lab.
+driver_dir() {
+    local dir=$LAB_CACHE/drivers own=/usr/lib/x86_64-linux-gnu/libvirt/connection-driver version tmp
+    version=$(dpkg-query -W -f '${Version}' libvirt-daemon-driver-qemu)
+    dir=$dir-${version//[^0-9a-z.]/-}
+    if [ ! -d "$dir" ]; then
+        tmp=$(mktemp -d)
+        (cd "$tmp" && apt-get -qq download "libvirt-daemon-driver-interface=$version" >/dev/null 2>&1 && dpkg -x ./*.deb .) ||
+            { rm -rf "$tmp"; die "cannot fetch libvirt-daemon-driver-interface $version"; }
+        cp -s "$own"/*.so "$tmp"
+        cp "$tmp$own"/*.so "$tmp"
+        rm -rf "${tmp:?}"/*.deb "${tmp:?}/usr"
+        mv -T "$tmp" "$dir" 2>/dev/null || rm -rf "$tmp"
+    fi
+    printf '%s' "$dir"
 }
