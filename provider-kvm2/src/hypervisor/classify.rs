@@ -16,6 +16,7 @@ mod domain {
 
 const ENODEV: i32 = 19;
 const ENOSPC: i32 = 28;
+const EROFS: i32 = 30;
 const EDQUOT: i32 = 122;
 const EACCES: i32 = 13;
 const EPERM: i32 = 1;
@@ -28,6 +29,14 @@ pub fn with_errno(mut message: String, errno: i32) -> String {
     }
     message
 }
+
+/// What libvirt says of an inactive pool, in the one language that [`reason_of`] reads: libvirt's own
+/// is that of its host.
+pub fn with_inactive_pool(message: String) -> String {
+    format!("{message} {INACTIVE_POOL}")
+}
+
+const INACTIVE_POOL: &str = "[storage pool is not active]";
 
 fn errno_of(message: &str) -> Option<i32> {
     message.strip_suffix(']')?.rsplit_once(" [errno ")?.1.parse().ok()
@@ -74,9 +83,8 @@ pub fn reason_of(call: &str, code: i32, error_domain: i32, message: &str) -> Opt
 
         code::OPERATION_INVALID => match about {
             // creating over a file that the pool has not seen has the code of an inactive pool
-            About::Pool if call == "create_volume" && !says("not active") => Reason::VolumeConflict,
+            About::Pool if call == "create_volume" && !says(INACTIVE_POOL) => Reason::VolumeConflict,
             About::Pool => Reason::PoolNotActive,
-            About::Volume if says("not active") => Reason::PoolNotActive,
             // also a volume that is still being written
             About::Volume => Reason::LibvirtBusy,
             About::Domain | About::Host => Reason::StateChanged,
@@ -84,6 +92,8 @@ pub fn reason_of(call: &str, code: i32, error_domain: i32, message: &str) -> Opt
 
         code::SYSTEM_ERROR => match (errno_of(message), about) {
             (Some(ENOSPC | EDQUOT), About::Pool | About::Volume) => Reason::PoolSpace,
+            // what is wrong with it only a person mends
+            (Some(EROFS), About::Pool | About::Volume) => Reason::PoolNotActive,
             (Some(ENODEV), _) if call == "start_domain" => Reason::BridgeMissing,
             (Some(ENOMEM), _) if call == "start_domain" => Reason::HostMemory,
             (Some(EACCES | EPERM), About::Host) => Reason::SocketDenied,
@@ -94,11 +104,14 @@ pub fn reason_of(call: &str, code: i32, error_domain: i32, message: &str) -> Opt
         code::INTERNAL_ERROR => match (error_domain, about) {
             // polkit is asked over D-Bus, and there is none
             (domain::DBUS | domain::POLKIT, _) => Reason::SocketDenied,
-            (domain::STORAGE, _) if says("asynchronous jobs") => Reason::LibvirtBusy,
+            // "has asynchronous jobs running", in whatever language
+            (domain::STORAGE, _) if call == "refresh_pool" => Reason::LibvirtBusy,
             (_, About::Domain) if call == "start_domain" && says("Cannot allocate memory") => Reason::HostMemory,
             (_, About::Domain) if call == "start_domain" && says("KVM") => Reason::KvmUnavailable,
             (_, About::Domain) if call == "start_domain" => Reason::StartFailed,
+            // qemu-img's words, which no locale changes
             (_, About::Pool | About::Volume) if says("No space left") => Reason::PoolSpace,
+            (_, About::Pool | About::Volume) if says("Read-only file system") => Reason::PoolNotActive,
             _ => Reason::LibvirtError,
         },
 
@@ -160,7 +173,9 @@ pub fn unknown_code(error: &CallError) -> Option<i32> {
 fn advice(reason: Reason) -> &'static str {
     match reason {
         Reason::PoolNotFound => "define the storage pool on the host or correct `pool` in the configuration",
-        Reason::PoolNotActive => "start the storage pool on the host (virsh pool-start) and set it to autostart",
+        Reason::PoolNotActive => {
+            "see that the file system of the storage pool is mounted and writable on the host, start the pool (virsh pool-start) and set it to autostart"
+        }
         Reason::PoolSpace => "free space in the storage pool or give it more",
         Reason::HostMemory => "free memory on the host or use a smaller machine type",
         Reason::BridgeMissing => "create the configured bridge on the host or correct `bridge` in the configuration",
@@ -227,11 +242,13 @@ mod tests {
     #[case("domain_metadata", 80, 20, "", Reason::StateChanged)]
     #[case("lookup_pool", 49, 18, "", Reason::PoolNotFound)]
     #[case("create_volume", 90, 18, "", Reason::VolumeConflict)]
-    #[case("create_volume", 55, 18, "storage pool 'x' is not active", Reason::PoolNotActive)]
+    #[case("create_volume", 55, 18, "Speicher-Pool 'x' ist nicht aktiv [storage pool is not active]", Reason::PoolNotActive)]
+    #[case("create_volume", 38, 18, "cannot create [errno 30]", Reason::PoolNotActive)]
+    #[case("delete_volume", 38, 18, "cannot unlink file [errno 30]", Reason::PoolNotActive)]
     #[case("create_volume", 55, 18, "volume target path '/x' already exists", Reason::VolumeConflict)]
     #[case("refresh_pool", 55, 18, "", Reason::PoolNotActive)]
     #[case("delete_volume", 55, 18, "volume 'x' is still in use.", Reason::LibvirtBusy)]
-    #[case("volume_info", 55, 18, "storage pool 'x' is not active", Reason::PoolNotActive)]
+    #[case("volume_info", 55, 18, "storage pool 'x' is not active", Reason::LibvirtBusy)]
     #[case("start_domain", 55, 10, "domain is already running", Reason::StateChanged)]
     #[case("create_volume", 38, 18, "cannot allocate [errno 28]", Reason::PoolSpace)]
     #[case("create_volume", 38, 18, "cannot allocate [errno 122]", Reason::PoolSpace)]
@@ -242,6 +259,9 @@ mod tests {
     #[case("start_domain", 38, 0, "x [errno 12]", Reason::HostMemory)]
     #[case("lib_version", 1, 47, "Unable to get system bus connection", Reason::SocketDenied)]
     #[case("refresh_pool", 1, 18, "pool 'x' has asynchronous jobs running.", Reason::LibvirtBusy)]
+    #[case("refresh_pool", 1, 18, "Pool 'x' hat laufende asynchrone Aufgaben.", Reason::LibvirtBusy)]
+    #[case("create_volume", 1, 18, "qemu-img failed", Reason::LibvirtError)]
+    #[case("create_volume", 1, 0, "Could not create '/p/x': Read-only file system", Reason::PoolNotActive)]
     #[case("start_domain", 1, 10, "process exited while connecting to monitor", Reason::StartFailed)]
     #[case("start_domain", 1, 10, "cannot set up guest memory: Cannot allocate memory", Reason::HostMemory)]
     #[case("start_domain", 1, 10, "Could not access KVM kernel module", Reason::KvmUnavailable)]

@@ -263,9 +263,10 @@ impl Hypervisor for LibvirtHypervisor {
     }
 
     async fn refresh_pool(&self, pool: &PoolRef) -> CallResult<()> {
+        // counted from here, so that who waits behind another's wait does not wait as long again
+        let patience = tokio::time::Instant::now() + REFRESH_PATIENCE;
         // two refreshes at a time would each be the other's "asynchronous job"
         let _turn = self.refreshes.lock(pool.name.clone()).await;
-        let patience = tokio::time::Instant::now() + REFRESH_PATIENCE;
         loop {
             let result = self.on("refresh_pool", &pool.handle, self.budgets.call, |p: &Pool| Ok(p.refresh()?)).await;
             match result {
@@ -299,7 +300,13 @@ impl Hypervisor for LibvirtHypervisor {
     async fn create_volume(&self, pool: &PoolRef, xml: &str) -> CallResult<VolumeRef> {
         let budget = if asks_for_allocation(xml) { self.budgets.allocate } else { self.budgets.call };
         let xml = xml.to_owned();
-        let create = move |p: &Pool| Ok(p.create_volume(&xml).and_then(volume_ref)?);
+        let create = move |p: &Pool| {
+            p.create_volume(&xml).and_then(volume_ref).map_err(|e| {
+                // one code for an inactive pool and for a file in the way, and a text in the host's language
+                let inactive = e.code == code::OPERATION_INVALID && p.info().is_ok_and(|info| info.state != PoolInfo::RUNNING);
+                if inactive { LibvirtError { message: super::classify::with_inactive_pool(e.message), ..e } } else { e }.into()
+            })
+        };
         self.on("create_volume", &pool.handle, budget, create).await
     }
 

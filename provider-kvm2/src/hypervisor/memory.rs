@@ -25,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use self::xml::Document;
-use super::classify::with_errno;
+use super::classify::{with_errno, with_inactive_pool};
 use super::{
     CallError, CallFailure, CallResult, Connect, DomainRef, HostId, Hypervisor, NodeInfo, PoolInfo, PoolRef, UploadPart, VolumeInfo,
     VolumeRef, code,
@@ -451,7 +451,7 @@ impl State {
     fn active_pool(&mut self, name: &str) -> CallResultKind<&mut Pool> {
         let pool = self.pool(name)?;
         if pool.info.state != PoolInfo::RUNNING {
-            return Err(refused(code::OPERATION_INVALID, FROM_STORAGE, format!("storage pool '{name}' is not active")));
+            return Err(refused(code::OPERATION_INVALID, FROM_STORAGE, with_inactive_pool(format!("storage pool '{name}' is not active"))));
         }
         Ok(pool)
     }
