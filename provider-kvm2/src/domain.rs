@@ -8,6 +8,7 @@ pub mod host_xml;
 pub mod instance_id;
 pub mod mark;
 pub mod names;
+pub mod seen;
 pub mod state;
 pub mod volume;
 mod xml;

@@ -232,6 +232,9 @@ pub trait Hypervisor: Send + Sync + fmt::Debug {
     /// Replaces the metadata element of namespace `uri` in the persistent configuration, and in
     /// the running domain if there is one.
     async fn set_domain_metadata(&self, domain: &DomainRef, uri: &str, prefix: &str, element: &str) -> CallResult<()>;
+    /// Sets a metadata element of the running guest alone: it is gone when the guest stops. Fails with
+    /// code 55 for a domain that is not active.
+    async fn set_live_metadata(&self, domain: &DomainRef, uri: &str, prefix: &str, element: &str) -> CallResult<()>;
     async fn domain_interfaces(&self, domain: &DomainRef, source: AddressSource) -> CallResult<Vec<GuestInterface>>;
 
     async fn lookup_pool(&self, name: &str) -> CallResult<PoolRef>;

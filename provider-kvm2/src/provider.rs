@@ -1,7 +1,7 @@
 //! The operations, in the provider's own words. `service` turns the contract's
 //! messages into these and back; nothing here knows gRPC.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -75,8 +75,6 @@ pub struct Shared {
     locks: KeyedLocks<(HostId, VmName)>,
     /// Why the last Create of a name failed; gone with its success or its Delete.
     failures: Mutex<HashMap<JobKey, ProviderError>>,
-    /// Domains that have had an address while they ran.
-    addressed: Mutex<HashSet<uuid::Uuid>>,
     /// Who this daemon is in marks: the same after a restart, another for another replica.
     replica: String,
     tasks: TaskTracker,
@@ -91,7 +89,7 @@ impl std::ops::Deref for Provider {
     }
 }
 
-/// Names and domains remembered at most; beyond that none is added.
+/// Names remembered at most; beyond that none is added.
 const MAX_REMEMBERED: usize = 10_000;
 
 impl Provider {
@@ -103,7 +101,6 @@ impl Provider {
             jobs: Jobs::default(),
             locks: KeyedLocks::default(),
             failures: Mutex::default(),
-            addressed: Mutex::default(),
             replica,
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),

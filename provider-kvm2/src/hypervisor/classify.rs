@@ -65,6 +65,7 @@ fn about(call: &str) -> About {
         | "domain_xml"
         | "domain_metadata"
         | "set_domain_metadata"
+        | "set_live_metadata"
         | "domain_interfaces" => About::Domain,
         _ => About::Host,
     }

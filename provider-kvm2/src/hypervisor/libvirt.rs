@@ -243,6 +243,12 @@ impl Hypervisor for LibvirtHypervisor {
         self.on("set_domain_metadata", &domain.handle, self.budgets.call, set).await
     }
 
+    async fn set_live_metadata(&self, domain: &DomainRef, uri: &str, prefix: &str, element: &str) -> CallResult<()> {
+        let (uri, prefix, element) = (uri.to_owned(), prefix.to_owned(), element.to_owned());
+        let set = move |d: &Domain| Ok(d.set_live_metadata(&uri, &prefix, &element)?);
+        self.on("set_live_metadata", &domain.handle, self.budgets.call, set).await
+    }
+
     async fn domain_interfaces(&self, domain: &DomainRef, source: AddressSource) -> CallResult<Vec<GuestInterface>> {
         let lane = if source == AddressSource::Agent { Lane::Agent } else { Lane::Plain };
         let read = move |d: &Domain| Ok(d.interfaces(source)?);

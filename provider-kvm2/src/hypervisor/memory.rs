@@ -68,6 +68,8 @@ struct Domain {
     uuid: Uuid,
     xml: String,
     metadata: Vec<(String, String)>,
+    /// Of the running guest alone.
+    live: Vec<(String, String)>,
     state: RawState,
     persistent: bool,
     interfaces: HashMap<AddressSource, CallResultKind<Vec<GuestInterface>>>,
@@ -207,6 +209,7 @@ impl MemoryHost {
     pub fn set_domain_state(&self, name: &str, state: RawState) {
         if let Some(domain) = lock(&self.state).domains.get_mut(name) {
             domain.state = state;
+            domain.forget_if_stopped();
         }
     }
 
@@ -287,6 +290,14 @@ impl MemoryHost {
         self.crashes.fetch_add(1, Ordering::SeqCst);
         self.drop_links();
         CallFailure::LinkDead { cause: "libvirtd has crashed".to_owned() }
+    }
+}
+
+impl Domain {
+    fn forget_if_stopped(&mut self) {
+        if self.state.state == DOMAIN_SHUTOFF {
+            self.live.clear();
+        }
     }
 }
 
@@ -554,7 +565,8 @@ impl State {
             Some(old) => (old.uuid, old.state, old.interfaces),
             None => (uuid.unwrap_or_else(Uuid::new_v4), RawState { state: DOMAIN_SHUTOFF, reason: 0 }, HashMap::new()),
         };
-        self.domains.insert(name.clone(), Domain { uuid, xml: xml.to_owned(), metadata, state, persistent: true, interfaces });
+        self.domains
+            .insert(name.clone(), Domain { uuid, xml: xml.to_owned(), metadata, live: Vec::new(), state, persistent: true, interfaces });
         Ok(DomainRef { name, uuid, handle: None })
     }
 
@@ -654,6 +666,7 @@ impl Hypervisor for MemoryLink {
                 return Err(refused(code::OPERATION_INVALID, FROM_QEMU, "domain is not running"));
             }
             found.state = RawState { state: DOMAIN_SHUTOFF, reason: 2 };
+            found.forget_if_stopped();
             if !found.persistent {
                 s.domains.remove(&domain.name);
             }
@@ -681,7 +694,7 @@ impl Hypervisor for MemoryLink {
     async fn domain_xml(&self, domain: &DomainRef, _inactive: bool) -> CallResult<String> {
         self.call("domain_xml", |s| {
             let found = s.domain(domain)?;
-            Ok(xml::with_metadata(&found.xml, found.uuid, &found.metadata))
+            Ok(xml::with_metadata(&found.xml, found.uuid, &[&found.metadata[..], &found.live].concat()))
         })
         .await
     }
@@ -696,6 +709,20 @@ impl Hypervisor for MemoryLink {
             let metadata = &mut s.domain(domain)?.metadata;
             metadata.retain(|(u, _)| u != uri);
             metadata.push((uri.to_owned(), element.to_owned()));
+            Ok(())
+        })
+        .await
+    }
+
+    async fn set_live_metadata(&self, domain: &DomainRef, uri: &str, _prefix: &str, element: &str) -> CallResult<()> {
+        self.call("set_live_metadata", |s| {
+            Document::parse(element)?;
+            let found = s.domain(domain)?;
+            if found.state.state == DOMAIN_SHUTOFF {
+                return Err(refused(code::OPERATION_INVALID, FROM_QEMU, "Requested operation is not valid: domain is not running"));
+            }
+            found.live.retain(|(u, _)| u != uri);
+            found.live.push((uri.to_owned(), element.to_owned()));
             Ok(())
         })
         .await

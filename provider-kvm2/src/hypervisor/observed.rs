@@ -167,6 +167,10 @@ impl Hypervisor for Observed {
         })
     }
 
+    async fn set_live_metadata(&self, domain: &DomainRef, uri: &str, prefix: &str, element: &str) -> CallResult<()> {
+        watched!(self, "set_live_metadata", { domain = domain.name }, self.inner.set_live_metadata(domain, uri, prefix, element))
+    }
+
     async fn domain_interfaces(&self, domain: &DomainRef, source: AddressSource) -> CallResult<Vec<GuestInterface>> {
         let source_name = match source {
             AddressSource::Agent => "agent",

@@ -1,17 +1,16 @@
 //! Get: one instance as it is, its addresses included.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use futures::future::join_all;
-use uuid::Uuid;
 
-use super::{Expected, Instance, Key, MAX_REMEMBERED, Provider, Selector, placement};
+use super::{Expected, Instance, Key, Provider, Selector, placement};
 use crate::config::{Entry, Host};
 use crate::domain::addresses::{self, AddressSource, Reading};
 use crate::domain::mark::{self, Mark};
 use crate::domain::names::NameFault;
 use crate::domain::state::{self, State, StateReason};
-use crate::domain::{InstanceId, VmName, host_xml};
+use crate::domain::{InstanceId, VmName, host_xml, seen};
 use crate::error::{ProviderError, Reason, Result};
 use crate::hypervisor::{CallResult, DomainRef, HostId, Hypervisor, code};
 
@@ -121,32 +120,8 @@ impl Provider {
             Err(e) => return Err(at(e.into())),
         };
         let instance = read_instance(&*hv, entry, &id, &found, &target.expected).await.map_err(at)?;
-        let instance = self.with_addresses_kept(found.uuid, instance).map_err(at)?;
         let instance = self.with_progress(entry, instance);
         tracing::debug!(provider = %entry.name, host = %id.host, name = %id.name, state = ?instance.state, reason = instance.state_reason.as_str_name(), uid = %instance.uid, addresses = instance.addresses.len(), "kvm2 domain fetched");
-        Ok(instance)
-    }
-}
-
-impl Provider {
-    /// On a bridge only the guest agent knows addresses. One that falls silent after it has told
-    /// some makes them unreadable; they are not gone, and the guest is not starting again.
-    fn with_addresses_kept(&self, domain: Uuid, instance: Instance) -> Result<Instance> {
-        let mut seen = self.addressed.lock().unwrap_or_else(PoisonError::into_inner);
-        match (instance.state, instance.state_reason) {
-            (State::Running, _) if seen.len() < MAX_REMEMBERED => drop(seen.insert(domain)),
-            (State::Running | State::Paused | State::Unknown, _) => {}
-            (State::Provisioning, StateReason::WaitingForAgent) if seen.contains(&domain) => {
-                return Err(ProviderError::new(
-                    Reason::AddressUnreadable,
-                    format!(
-                        "the guest agent of running instance {} has fallen silent, and no other source knows its addresses; they are unchanged as far as is known, ask again",
-                        instance.id
-                    ),
-                ));
-            }
-            (State::Provisioning | State::Stopped | State::Deleting, _) => drop(seen.remove(&domain)),
-        }
         Ok(instance)
     }
 }
@@ -168,13 +143,30 @@ pub(super) async fn read_instance(
     let mut addresses = Vec::new();
     let mut state_message = String::new();
     if state == State::Running {
-        let macs = host_xml::nic_macs(&xml.map_err(gone)?).unwrap_or_default();
+        let xml = xml.map_err(gone)?;
+        let macs = host_xml::nic_macs(&xml).unwrap_or_default();
+        let known = seen::is_noted(&xml);
         match read_addresses(hv, domain, macs.first().map_or("", String::as_str)).await.map_err(gone)? {
-            Reading::Found(found) => addresses = found,
+            Reading::Found(found) => {
+                addresses = found;
+                if !known {
+                    note_address(hv, domain).await;
+                }
+            }
             Reading::NoIpv4(found) => {
                 (state, state_reason) = (State::Provisioning, StateReason::NoIpv4Address);
                 state_message = "the guest's own network card has no usable IPv4 address yet".to_owned();
                 addresses = found;
+            }
+            // on a bridge only the agent knows addresses: one that fell silent after it told some makes them
+            // unreadable; they are not gone, and the guest is not starting again
+            Reading::NotYet { agent_failed: true } if known => {
+                return Err(ProviderError::new(
+                    Reason::AddressUnreadable,
+                    format!(
+                        "the guest agent of running instance {id} has fallen silent, and no other source knows its addresses; they are unchanged as far as is known, ask again"
+                    ),
+                ));
             }
             Reading::NotYet { agent_failed } => {
                 state = State::Provisioning;
@@ -200,6 +192,13 @@ pub(super) async fn read_instance(
         instance.state_message = state_message;
     }
     Ok(instance)
+}
+
+/// Written once per boot. Where it cannot be written the next read tries again.
+async fn note_address(hv: &dyn Hypervisor, domain: &DomainRef) {
+    if let Err(e) = hv.set_live_metadata(domain, seen::NAMESPACE, seen::PREFIX, seen::ELEMENT).await {
+        tracing::debug!(host = hv.host(), name = %domain.name, error = %e.kind, "that the instance has an address cannot be noted");
+    }
 }
 
 /// The agent first, since only it knows the guest from inside; leases and the ARP table together.

@@ -349,11 +349,17 @@ async fn an_instance_runs_only_with_its_own_nics_ipv4_and_unreadable_is_not_miss
     bench.host.set_interfaces("vm-1", AddressSource::Agent, broken());
     assert_eq!(reason(get().await), Reason::AddressUnreadable, "an agent that fell silent takes no address away");
     let restarted = bench.daemon("a");
-    let instance = restarted.get("", by_key("vm-1", "u1")).await.expect("read");
-    assert_eq!(instance.state_reason, StateReason::WaitingForAgent, "as far as a new daemon knows");
+    let read = restarted.get("", by_key("vm-1", "u1")).await;
+    assert_eq!(reason(read), Reason::AddressUnreadable, "nor does it for a daemon that has never read it");
     bench.host.set_interfaces("vm-1", AddressSource::Lease, broken());
     bench.host.set_interfaces("vm-1", AddressSource::Arp, broken());
     assert_eq!(reason(get().await), Reason::AddressUnreadable);
+
+    // a guest that starts anew has no address yet
+    bench.host.set_interfaces("vm-1", AddressSource::Lease, Ok(Vec::new()));
+    bench.host.set_domain_state("vm-1", RawState { state: 5, reason: 1 });
+    bench.host.set_domain_state("vm-1", RawState { state: 1, reason: 1 });
+    assert_eq!(get().await.expect("read").state_reason, StateReason::WaitingForAgent);
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,6 +1,6 @@
 //! Calls on domains.
 
-use std::ffi::c_uint;
+use std::ffi::{c_int, c_uint};
 use std::net::IpAddr;
 use std::ptr;
 
@@ -12,6 +12,9 @@ use crate::domain::addresses::{AddressSource, GuestInterface};
 use crate::domain::state::RawState;
 use crate::error::bounded;
 use crate::hypervisor::code;
+
+/// What an agent may take for an answer, in seconds; a living one takes milliseconds.
+const AGENT_SECONDS: c_int = 5;
 
 impl Domain {
     pub(in crate::hypervisor::libvirt) fn name(&self) -> LibvirtResult<String> {
@@ -84,18 +87,24 @@ impl Domain {
     }
 
     pub(in crate::hypervisor::libvirt) fn set_metadata(&self, uri: &str, prefix: &str, element: &str) -> LibvirtResult<()> {
-        let (uri, prefix, element) = (c_string(uri)?, c_string(prefix)?, c_string(element)?);
-        let set = |flags| {
-            let kind = sys::VIR_DOMAIN_METADATA_ELEMENT.cast_signed();
-            // SAFETY: the handle is live, the strings live for the call.
-            let result = unsafe { sys::virDomainSetMetadata(self.raw(), kind, element.as_ptr(), prefix.as_ptr(), uri.as_ptr(), flags) };
-            check(result).map(drop)
-        };
+        let set = |flags| self.set_metadata_in(uri, prefix, element, flags);
         match set(sys::VIR_DOMAIN_AFFECT_CONFIG | sys::VIR_DOMAIN_AFFECT_LIVE) {
             // not running, so there is no live document to change
             Err(e) if e.code == code::OPERATION_INVALID => set(sys::VIR_DOMAIN_AFFECT_CONFIG),
             result => result,
         }
+    }
+
+    pub(in crate::hypervisor::libvirt) fn set_live_metadata(&self, uri: &str, prefix: &str, element: &str) -> LibvirtResult<()> {
+        self.set_metadata_in(uri, prefix, element, sys::VIR_DOMAIN_AFFECT_LIVE)
+    }
+
+    fn set_metadata_in(&self, uri: &str, prefix: &str, element: &str, flags: c_uint) -> LibvirtResult<()> {
+        let (uri, prefix, element) = (c_string(uri)?, c_string(prefix)?, c_string(element)?);
+        let kind = sys::VIR_DOMAIN_METADATA_ELEMENT.cast_signed();
+        // SAFETY: the handle is live, the strings live for the call.
+        let result = unsafe { sys::virDomainSetMetadata(self.raw(), kind, element.as_ptr(), prefix.as_ptr(), uri.as_ptr(), flags) };
+        check(result).map(drop)
     }
 
     pub(in crate::hypervisor::libvirt) fn interfaces(&self, source: AddressSource) -> LibvirtResult<Vec<GuestInterface>> {
@@ -104,6 +113,12 @@ impl Domain {
             AddressSource::Agent => sys::VIR_DOMAIN_INTERFACE_ADDRESSES_SRC_AGENT,
             AddressSource::Arp => sys::VIR_DOMAIN_INTERFACE_ADDRESSES_SRC_ARP,
         };
+        if source == sys::VIR_DOMAIN_INTERFACE_ADDRESSES_SRC_AGENT {
+            // libvirtd waits for an agent's answer without end, and a guest's silence would cost the whole link; one that is
+            // older than the call does without
+            // SAFETY: the handle is live.
+            unsafe { sys::virDomainAgentSetResponseTimeout(self.raw(), AGENT_SECONDS, 0) };
+        }
         let mut array: *mut sys::virDomainInterfacePtr = ptr::null_mut();
         // SAFETY: the handle is live, the out pointer too.
         let count = check(unsafe { sys::virDomainInterfaceAddresses(self.raw(), &raw mut array, source, 0) })?;
