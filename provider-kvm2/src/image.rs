@@ -18,6 +18,7 @@ pub mod bases;
 pub mod cache;
 mod feed;
 pub mod http;
+pub mod mounted;
 pub mod origin;
 pub mod publish;
 pub mod qcow2;

@@ -20,7 +20,7 @@ use super::feed::{DEPTH, Digests, Feed};
 use super::http::Source;
 use super::origin::{Origin, url_sha256};
 use super::qcow2::{Kind, Sniffed, sniff};
-use super::{Base, Wanted, space};
+use super::{Base, Wanted, mounted, space};
 use crate::config::{ImageFormat, Sha256Hex};
 use crate::error::{ProviderError, Reason, Result, unless_it_panics};
 use crate::hypervisor::classify::is_pool_job;
@@ -216,6 +216,7 @@ impl Publish<'_> {
     async fn upload(&self, link: &dyn Hypervisor, feed: Feed, plan: &Plan, deadline: Instant) -> Result<Stored> {
         let pool = link.lookup_pool(&self.wanted.host.pool).await?;
         let info = space::fresh_info(link, &pool).await?;
+        mounted::require(link, &self.wanted.host, &pool, &link.list_volumes(&pool).await?).await?;
         let entry = &self.wanted.entry;
         space::check(&self.host.host, &pool.name, &info, entry.pool_reserve, plan.length.saturating_add(SIDE_BYTES))?;
         let etag = feed.etag().map(str::to_owned);

@@ -10,6 +10,7 @@ use super::{HostCheck, HostDetails, Provider, placement, preflight, sites};
 use crate::config::{Entry, Firmware, Host};
 use crate::error::{ProviderError, Reason, Result, bounded_to};
 use crate::hypervisor::{HostId, Hypervisor, PoolInfo};
+use crate::image::mounted;
 
 /// Hosts asked at a time: a round over many hosts must not open all their sessions at once.
 const FAN_OUT: usize = 16;
@@ -100,10 +101,10 @@ async fn probe(hv: &dyn Hypervisor, entry: &Entry, host: &Host, details: &mut Ho
     details.emulator = emulator;
     let info = info?;
     if info.state != PoolInfo::RUNNING {
-        let error = ProviderError::new(Reason::PoolNotActive, "the pool is not running");
-        return Err(sites::pool_error(error, host));
+        return Err(ProviderError::new(Reason::PoolNotActive, sites::not_active(host)));
     }
     able?;
+    require_mounted(hv, host).await?;
     if details.pool_available_bytes < entry.disk_bytes() {
         details.warnings.push(format!(
             "pool {} has no room for another VM: {} MiB available, {} MiB more kept in reserve",
@@ -127,6 +128,12 @@ async fn probe_pool(hv: &dyn Hypervisor, host: &Host) -> Result<PoolInfo> {
         Err(e) if e.reason() == Reason::LibvirtBusy => Ok(info),
         Err(e) => Err(e),
     }
+}
+
+async fn require_mounted(hv: &dyn Hypervisor, host: &Host) -> Result<()> {
+    let pool = hv.lookup_pool(&host.pool).await?;
+    let volumes = hv.list_volumes(&pool).await?;
+    mounted::require(hv, host, &pool, &volumes).await
 }
 
 async fn probe_abilities(hv: &dyn Hypervisor, entry: &Entry, host: &Host) -> (String, Result<()>) {
@@ -200,7 +207,9 @@ fn remediation(reason: Reason, host: &Host, entry: &Entry) -> String {
             "Define the pool on {name}: virsh pool-define-as {pool} dir --target DIR && virsh pool-start {pool} && virsh pool-autostart {pool}."
         ),
         Reason::PoolNotActive => {
-            format!("Start the pool on {name}: virsh pool-start {pool}; if that fails, see whether its directory is mounted.")
+            format!(
+                "On {name}: see that the file system of pool {pool} is mounted and writable, then virsh pool-start {pool} or pool-refresh {pool}."
+            )
         }
         Reason::BridgeMissing => format!("Create bridge {bridge} on {name}, or correct hosts[].bridge."),
         Reason::KvmUnavailable => {

@@ -27,7 +27,7 @@ use crate::domain::state::{self, State, StateReason};
 use crate::domain::{InstanceId, VmName};
 use crate::error::{ProviderError, Reason, Result, unless_it_panics};
 use crate::hypervisor::{DomainRef, VolumeRef, code};
-use crate::image::{Found, Wanted, space};
+use crate::image::{Found, Wanted, mounted, space};
 
 /// Space counted for a seed beside the disk, in bytes.
 const SEED_ROOM: u64 = 16 << 20;
@@ -162,8 +162,10 @@ impl Provider {
         }
         let wanted = order.wanted();
         let found = self.images.find(&*site.hv, &site.pool, &volumes, &wanted).await?;
-        if let Found::Complete(base) = &found {
-            fits(order, base)?;
+        match &found {
+            Found::Complete(base) => fits(order, base)?,
+            // nothing is fetched into the directory that a mount has left
+            Found::Missing => mounted::require(&*site.hv, &site.host, &site.pool, &volumes).await?,
         }
 
         cancelled(job)?;
@@ -291,6 +293,8 @@ impl Provider {
         match site.hv.lookup_volume(&site.pool, &order.name.overlay_volume()).await {
             Ok(_) => {}
             Err(e) if e.is(code::NO_STORAGE_VOL) => {
+                let volumes = site.hv.list_volumes(&site.pool).await?;
+                mounted::require(&*site.hv, &site.host, &site.pool, &volumes).await?;
                 let message = format!(
                     "instance {id} ran before and its disk {} is gone from pool {}; restore it, or delete the instance to have it made anew",
                     order.name.overlay_volume(),

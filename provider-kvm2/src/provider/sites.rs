@@ -13,7 +13,7 @@ use super::preflight;
 use crate::config::{Entry, Firmware, Host};
 use crate::domain::volume::StoragePoolXml;
 use crate::error::{ProviderError, Reason, Result};
-use crate::hypervisor::{Connect, HostId, Hypervisor, PoolRef};
+use crate::hypervisor::{Connect, HostId, Hypervisor, PoolRef, code};
 
 #[derive(Debug, Clone)]
 pub(super) struct Site {
@@ -113,8 +113,20 @@ pub(super) fn pool_error(error: ProviderError, host: &Host) -> ProviderError {
             "host {} has no storage pool {pool}; define it (virsh pool-define-as {pool} dir --target DIR) or correct hosts[].pool",
             host.name
         ),
-        Reason::PoolNotActive => format!("storage pool {pool} on host {} is not active; run virsh pool-start {pool} there", host.name),
+        // said already, with what is wrong
+        Reason::PoolNotActive if error.libvirt().is_none() => return error.on_host(&host.name),
+        Reason::PoolNotActive if error.libvirt().is_some_and(|e| e.code != code::OPERATION_INVALID) => format!(
+            "the file system of storage pool {pool} on host {} is read-only; look in the host's kernel log for the reason and mount it writable",
+            host.name
+        ),
+        Reason::PoolNotActive => not_active(host),
         _ => return error.on_host(&host.name),
     };
     ProviderError::new(error.reason(), message).with_source(error).on_host(&host.name)
+}
+
+/// libvirt stops a pool whose directory it cannot read when it is refreshed.
+pub(super) fn not_active(host: &Host) -> String {
+    let pool = &host.pool;
+    format!("storage pool {pool} on host {} is not active; see that its directory is there and run virsh pool-start {pool}", host.name)
 }

@@ -326,6 +326,24 @@ async fn a_stopped_instance_is_started_and_one_without_its_disk_is_an_error() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_empty_pool_that_has_to_hold_a_disk_of_ours_is_not_taken_for_an_empty_pool() {
+    let bench = Bench::warm();
+    let provider = bench.daemon("a");
+    provider.create(create("vm-1", "u1")).await.expect("created");
+    bench.host.volume_names("default").iter().for_each(|name| bench.host.remove_volume("default", name));
+    assert_eq!(reason(provider.create(create("vm-2", "u2")).await), Reason::PoolNotActive);
+    bench.host.set_domain_state("vm-1", RawState { state: 5, reason: 1 });
+    assert_eq!(reason(provider.create(create("vm-1", "u1")).await), Reason::PoolNotActive, "its disk is not lost");
+    let row = provider.check("", Duration::ZERO).await.expect("a round").remove(0);
+    assert_eq!(row.problem.map(|e| e.reason()), Some(Reason::PoolNotActive));
+    assert!(bench.host.volume_names("default").is_empty() && bench.host.domain_names() == ["vm-1"]);
+    // without an instance that has run there, an empty pool is a new one
+    provider.delete(delete(by_key("vm-1", "u1"))).await.expect("deleted");
+    let row = provider.check("", Duration::ZERO).await.expect("a round").remove(0);
+    assert!(row.problem.is_none(), "{:?}", row.problem);
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_instance_runs_only_with_its_own_nics_ipv4_and_unreadable_is_not_missing() {
     let bench = Bench::warm();
     let provider = bench.daemon("a");

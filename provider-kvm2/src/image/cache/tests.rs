@@ -331,8 +331,8 @@ async fn killed_at_any_step_no_base_is_partial_and_the_next_process_gets_one() {
     }
 }
 
-/// Looks at the pool, then space and volume; the next step is the upload.
-const STEPS_TO_THE_STREAM: u64 = 6;
+/// Looks at the pool, then space, whether an empty pool may be empty, and volume; the next step is the upload.
+const STEPS_TO_THE_STREAM: u64 = 9;
 
 /// What a killed process cleans up: nothing.
 fn kill(cache: &ImageCache) {
