@@ -27,6 +27,9 @@ use crate::telemetry::metrics::Metrics;
 /// Dials of one host at a time; sshd starts to drop connections at ten that are not authenticated.
 const DIALS_PER_HOST: usize = 3;
 
+/// How long a libvirtd may be away for a restart.
+const RESTART_PATIENCE: Duration = Duration::from_secs(60);
+
 /// How long a shutdown lets links close in order.
 const ORDERLY: Duration = Duration::from_secs(1);
 
@@ -55,6 +58,30 @@ struct Slot {
     endpoint: Endpoint,
     dials: Semaphore,
     control: Mutex<Control>,
+    /// When a link to it was last seen to live.
+    alive: Mutex<Option<Instant>>,
+}
+
+impl Slot {
+    fn new(endpoint: Endpoint) -> Self {
+        Self { endpoint, dials: Semaphore::new(DIALS_PER_HOST), control: Mutex::new(Control::Down), alive: Mutex::default() }
+    }
+
+    fn saw_it_alive(&self) {
+        *lock(&self.alive) = Some(Instant::now());
+    }
+
+    /// A socket that a link went through a moment ago is not missing for good: libvirtd takes it away when it restarts.
+    fn judge(&self, error: ProviderError) -> ProviderError {
+        let gone = matches!(error.reason(), Reason::SocketMissing | Reason::SocketUnavailable);
+        let lately = lock(&self.alive).is_some_and(|seen| seen.elapsed() < RESTART_PATIENCE);
+        if !(gone && lately) {
+            return error;
+        }
+        let host = &self.endpoint.id.host;
+        let message = format!("libvirtd on host {host} is gone, and answered a moment ago; it may be restarting, try again");
+        ProviderError::new(Reason::LibvirtRestarting, message).on_host(host).during("open").with_source(error)
+    }
 }
 
 enum Control {
@@ -108,10 +135,7 @@ impl HostTable {
             slots.by_host.retain(|id, slot| self::endpoint(&config, id).is_ok_and(|current| current == slot.endpoint));
             slots.seen = Some(config);
         }
-        let slot = slots
-            .by_host
-            .entry(host.clone())
-            .or_insert_with(|| Arc::new(Slot { endpoint, dials: Semaphore::new(DIALS_PER_HOST), control: Mutex::new(Control::Down) }));
+        let slot = slots.by_host.entry(host.clone()).or_insert_with(|| Arc::new(Slot::new(endpoint)));
         Ok(slot.clone())
     }
 
@@ -142,7 +166,10 @@ impl Connect for HostTable {
         let dial = {
             let mut control = lock(&slot.control);
             match &*control {
-                Control::Up(link) if link.is_alive() => return Ok(link.clone()),
+                Control::Up(link) if link.is_alive() => {
+                    slot.saw_it_alive();
+                    return Ok(link.clone());
+                }
                 Control::Dialling(dial) => dial.clone(),
                 Control::Up(_) | Control::Down => {
                     let dial = self.start_control_dial(slot.clone());
@@ -168,7 +195,8 @@ async fn dial(dialler: &Dialler, slot: &Slot, kind: LinkKind) -> Result<Link> {
         let message = format!("other dials of host {} took the whole time; try again", endpoint.id.host);
         return Err(ProviderError::new(Reason::HostUnreachable, message).on_host(&endpoint.id.host));
     };
-    let link = dialler.dial(endpoint, kind, deadline).await?;
+    let link = dialler.dial(endpoint, kind, deadline).await.map_err(|e| slot.judge(e))?;
+    slot.saw_it_alive();
     Ok(Arc::new(Observed::new(Arc::new(link), dialler.metrics.clone())))
 }
 
