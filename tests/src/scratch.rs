@@ -67,6 +67,21 @@ impl ScratchImage {
         Self::of(path)
     }
 
+    /// A raw image whose boot sector turns the power off by ACPI, as a guest that shuts down (q35, SeaBIOS).
+    pub fn that_powers_off(dir: &Path, name: &str) -> Self {
+        #[rustfmt::skip]
+        const CODE: [u8; 10] = [
+            0xba, 0x04, 0x06, 0xb8, 0x00, 0x20, 0xef,               // PM1a control, at 0x604 := sleep enable, S5
+            0xf4, 0xeb, 0xfd,                                       // halt
+        ];
+        let mut image = vec![0; 1 << 20];
+        image[..CODE.len()].copy_from_slice(&CODE);
+        image[0x1fe..0x200].copy_from_slice(&[0x55, 0xaa]);
+        let path = dir.join(name);
+        std::fs::write(&path, image).expect("writing a scratch image");
+        Self::of(path)
+    }
+
     fn of(path: PathBuf) -> Self {
         let sha256 = sha256_of(&path);
         Self { path, sha256 }

@@ -9,25 +9,18 @@ use lab_tests::case::{request, uid_of};
 use lab_tests::lab::{Broken, Host};
 use lab_tests::scratch::ScratchImage;
 use lab_tests::{Answer, Case, Clients, Daemon, Fault, FaultProxy, ImageServer, eventually, refused};
-use tokio::sync::{Mutex, MutexGuard};
 
-/// The host that these tests break; nobody else's tests use it.
-const BROKEN: &str = "hv3";
+use crate::{BROKEN, alone};
+
 const SOUND: &str = "hv2";
 /// Only ends a test that would hang.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Tests of the broken host take turns, their cleaning up included: taken before the case is started.
-async fn alone() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::const_new(());
-    TURN.lock().await
-}
-
-fn id(vm: &str) -> String {
+pub(super) fn id(vm: &str) -> String {
     format!("hosts/{BROKEN}/domains/{vm}")
 }
 
-async fn row(clients: &Clients) -> HostCheck {
+pub(super) async fn row(clients: &Clients) -> HostCheck {
     let check = clients.check().await.expect("check never fails for a host");
     let row = check.hosts.into_iter().find(|h| h.host == BROKEN).expect("a row for the host");
     assert_eq!(row.healthy, row.reason() == CheckReason::Reachable, "{row:?}");
@@ -36,7 +29,7 @@ async fn row(clients: &Clients) -> HostCheck {
 }
 
 /// Create and Check agree on a host that lacks something, and nothing is made.
-async fn lacks(case: &Case, daemon: &lab_tests::Daemon, reason: Reason, check: CheckReason) {
+pub(super) async fn lacks(case: &Case, daemon: &lab_tests::Daemon, reason: Reason, check: CheckReason) {
     let clients = daemon.clients();
     let vm = case.vm("a");
     refused(clients.create(case.request(&vm, BROKEN)).await, reason);
