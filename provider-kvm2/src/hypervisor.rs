@@ -18,6 +18,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use crate::domain::addresses::{AddressSource, GuestInterface};
@@ -280,6 +281,8 @@ pub trait Connect: Send + Sync + fmt::Debug {
     async fn control(&self, host: &HostId) -> Result<Arc<dyn Hypervisor>, ProviderError>;
     /// A link of one's own, for one transfer or one check; close it when done.
     async fn dedicated(&self, host: &HostId) -> Result<Arc<dyn Hypervisor>, ProviderError>;
+    /// The same for someone who waits no longer than `deadline`; the error tells how far the dial came.
+    async fn dedicated_by(&self, host: &HostId, deadline: Instant) -> Result<Arc<dyn Hypervisor>, ProviderError>;
 }
 
 /// `virErrorNumber` values that the provider tells apart.

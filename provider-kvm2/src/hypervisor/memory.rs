@@ -933,6 +933,11 @@ impl Connect for MemoryConnect {
         }
         Ok(self.dial(host)?)
     }
+
+    async fn dedicated_by(&self, host: &HostId, deadline: tokio::time::Instant) -> Result<Arc<dyn Hypervisor>, ProviderError> {
+        let unreachable = || ProviderError::new(Reason::HostUnreachable, format!("host {} does not answer", host.host));
+        tokio::time::timeout_at(deadline, self.dedicated(host)).await.unwrap_or_else(|_| Err(unreachable().on_host(&host.host)))
+    }
 }
 
 #[cfg(test)]

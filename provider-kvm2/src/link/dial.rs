@@ -26,6 +26,9 @@ use crate::telemetry::metrics::Metrics;
 /// First pause after sshd had no place for a connection; doubled each time.
 const THROTTLE_PAUSE: Duration = Duration::from_millis(200);
 
+/// The stage in which SSH has done its part and the libvirt daemon has to answer.
+const OPENING_LIBVIRT: &str = "opening libvirt";
+
 /// All that decides where a link leads; another endpoint is another link.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Endpoint {
@@ -64,6 +67,7 @@ impl Dialler {
     /// Dials until the link stands or the budget is spent; sshd's throttling is waited out within it.
     #[tracing::instrument(name = "kvm2.dial", skip_all, fields(kvm2.host = %endpoint.id.host, address = %endpoint.address, user = %endpoint.user))]
     pub async fn dial(&self, endpoint: &Endpoint, kind: LinkKind, deadline: Instant) -> Result<LibvirtHypervisor> {
+        let began = Instant::now();
         let mut pause = THROTTLE_PAUSE;
         let result = loop {
             let state = LinkState::new(&endpoint.id.host, kind, self.metrics.clone());
@@ -75,10 +79,7 @@ impl Dialler {
             let error = match attempt {
                 Ok(Ok(link)) => return Ok(link),
                 Ok(Err(e)) => e,
-                Err(_) => {
-                    let what = format!("no answer within {} s ({})", endpoint.budgets.dial.as_secs(), state.current_stage());
-                    ssh::unreachable(endpoint.target(), &what).with_meta("stage", state.current_stage())
-                }
+                Err(_) => no_answer(endpoint, state.current_stage(), began.elapsed()),
             };
             if error.reason() != Reason::SshThrottled || Instant::now() + pause >= deadline {
                 break Err(error);
@@ -109,7 +110,7 @@ impl Dialler {
                 .with_source(e)
         })?;
 
-        state.stage("opening libvirt");
+        state.stage(OPENING_LIBVIRT);
         let uri = door.uri();
         self.tracker.spawn(carry(door, channel, state.clone()));
         self.tracker.spawn(watch(state.clone(), SILENCE, self.closing.clone()));
@@ -181,6 +182,21 @@ async fn connect(target: Target<'_>) -> Result<TcpStream> {
         }
     }
     Err(failure)
+}
+
+/// Tells a host that cannot be reached from one whose libvirt daemon hangs behind a sound sshd.
+fn no_answer(endpoint: &Endpoint, stage: &'static str, waited: Duration) -> ProviderError {
+    let error = if stage == OPENING_LIBVIRT {
+        let message = format!(
+            "libvirtd on host {} took the connection and did not answer within {} ms; if that stays so, restart it: guests go on running",
+            endpoint.id.host,
+            waited.as_millis()
+        );
+        ProviderError::new(Reason::CallTimeout, message).on_host(&endpoint.id.host).during("open").with_meta("step", "open")
+    } else {
+        ssh::unreachable(endpoint.target(), &format!("no answer within {} ms ({stage})", waited.as_millis()))
+    };
+    error.with_meta("stage", stage)
 }
 
 async fn socket_error(endpoint: &Endpoint, session: &Handle<Peer>, error: russh::Error) -> ProviderError {

@@ -144,7 +144,7 @@ impl HostTable {
         let (done, result) = oneshot::channel();
         let dialler = self.dialler.clone();
         let work = async move {
-            let outcome = dial(&dialler, &slot, LinkKind::Control).await;
+            let outcome = dial(&dialler, &slot, LinkKind::Control, None).await;
             // before the waiters wake: an error is theirs alone, the next caller dials again
             *lock(&slot.control) = match &outcome {
                 Ok(link) => Control::Up(link.clone()),
@@ -183,13 +183,20 @@ impl Connect for HostTable {
 
     async fn dedicated(&self, host: &HostId) -> Result<Link> {
         let slot = self.slot(host)?;
-        dial(&self.dialler, &slot, LinkKind::Dedicated).await
+        dial(&self.dialler, &slot, LinkKind::Dedicated, None).await
+    }
+
+    async fn dedicated_by(&self, host: &HostId, deadline: Instant) -> Result<Link> {
+        let slot = self.slot(host)?;
+        dial(&self.dialler, &slot, LinkKind::Dedicated, Some(deadline)).await
     }
 }
 
-async fn dial(dialler: &Dialler, slot: &Slot, kind: LinkKind) -> Result<Link> {
+/// Within the dial budget, and no longer than `deadline`.
+async fn dial(dialler: &Dialler, slot: &Slot, kind: LinkKind, deadline: Option<Instant>) -> Result<Link> {
     let endpoint = &slot.endpoint;
-    let deadline = Instant::now() + endpoint.budgets.dial;
+    let budget = Instant::now() + endpoint.budgets.dial;
+    let deadline = deadline.map_or(budget, |deadline| deadline.min(budget));
     let Ok(Ok(_place)) = timeout_at(deadline, slot.dials.acquire()).await else {
         dialler.metrics.link(&endpoint.id.host, kind.label(), "dial_failed");
         let message = format!("other dials of host {} took the whole time; try again", endpoint.id.host);

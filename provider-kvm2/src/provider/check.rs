@@ -38,28 +38,16 @@ impl Provider {
             HostDetails { user: host.user.clone(), pool: host.pool.clone(), warnings: entry.warnings.clone(), ..HostDetails::default() };
         let id = HostId { entry: entry.name.clone(), host: host.name.clone() };
         let mut link = None;
-        let probe = async {
-            let hv = self.sites.connect().dedicated(&id).await?;
-            let hv = link.insert(hv);
-            probe(&**hv, &entry, &host, &mut details).await
-        };
-        let outcome = match tokio::time::timeout_at(deadline, probe).await {
-            Ok(outcome) => outcome,
-            Err(_) => {
+        let outcome = async {
+            // a dial that comes to this deadline tells how far it came: the path, sshd, or only libvirtd
+            let hv = link.insert(self.sites.connect().dedicated_by(&id, deadline).await?);
+            tokio::time::timeout_at(deadline, probe(&**hv, &entry, &host, &mut details)).await.unwrap_or_else(|_| {
                 let ms = deadline.duration_since(started).as_millis();
-                // the round may be shorter than a dial: a host that never took the connection is not a slow one
-                Err(match &link {
-                    None => ProviderError::new(
-                        Reason::HostUnreachable,
-                        format!("no connection to host {} within the check's {ms} ms", host.name),
-                    ),
-                    Some(_) => ProviderError::new(
-                        Reason::CallTimeout,
-                        format!("host {} did not answer all questions within the check's {ms} ms", host.name),
-                    ),
-                })
-            }
-        };
+                let text = format!("host {} did not answer all questions within the check's {ms} ms", host.name);
+                Err(ProviderError::new(Reason::CallTimeout, text))
+            })
+        }
+        .await;
         let latency = started.elapsed();
         if let Some(hv) = link {
             hv.close();
@@ -68,7 +56,7 @@ impl Provider {
         if let Some(error) = &problem {
             tracing::debug!(host = %host.name, reason = error.reason().wire_name(), error = %error.chain(), "kvm2 host check failed");
         }
-        let remediation = problem.as_ref().map(|e| remediation(e.reason(), &host, &entry)).unwrap_or_default();
+        let remediation = problem.as_ref().map(|e| remediation(e, &host, &entry)).unwrap_or_default();
         HostCheck { host: host.name.clone(), address: host.endpoint(), latency, problem, remediation, details }
     }
 }
@@ -167,10 +155,10 @@ fn pool_state(state: i32) -> &'static str {
 }
 
 /// One sentence that a person can act on.
-fn remediation(reason: Reason, host: &Host, entry: &Entry) -> String {
+fn remediation(error: &ProviderError, host: &Host, entry: &Entry) -> String {
     let Host { name, user, pool, bridge, socket, .. } = host;
     let endpoint = host.endpoint();
-    match reason {
+    match error.reason() {
         Reason::HostUnreachable | Reason::LinkLost => {
             format!("See that host {name} is up and that {endpoint} answers SSH from where this daemon runs.")
         }
@@ -217,6 +205,9 @@ fn remediation(reason: Reason, host: &Host, entry: &Entry) -> String {
         }
         Reason::FirmwareUnavailable => format!("Install the ovmf package on {name}."),
         Reason::MachineUnsupported => format!("Install qemu-system-x86 on {name}, or correct machine of this entry."),
+        Reason::CallTimeout if error.operation() == Some("open") => format!(
+            "sshd on {name} is sound and libvirtd does not answer: if it stays so, restart libvirtd there (systemctl restart libvirtd; guests go on running)."
+        ),
         Reason::CallTimeout => format!("Host {name} is slow or hung: look at its load, and at libvirtd there."),
         Reason::LibvirtRestarting | Reason::LibvirtBusy => format!("libvirtd on {name} is busy or restarting; if it stays so, restart it."),
         _ => format!("Look at the log of libvirtd on {name} for the error shown."),

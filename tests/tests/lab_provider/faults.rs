@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use egress_provider_proto::v1::{
-    CheckReason, CreateRequest, ErrorReason as Reason, HostCheck, InstanceState, ListByTagResponse, Placement, StateReason,
+    CheckReason, CheckRequest, CreateRequest, ErrorReason as Reason, HostCheck, InstanceState, ListByTagResponse, Placement, StateReason,
 };
 use lab_tests::case::{request, uid_of};
+use lab_tests::clients::seconds;
 use lab_tests::lab::{Broken, Host};
 use lab_tests::scratch::ScratchImage;
 use lab_tests::{Answer, Case, Clients, Daemon, Fault, FaultProxy, ImageServer, eventually, refused};
@@ -50,6 +51,33 @@ async fn a_sound_host_is_reachable_and_described() {
     assert_eq!((details.user.as_str(), details.pool.as_str(), details.pool_state.as_str()), ("kvm2lab", "default", "running"));
     assert!(details.libvirt_version.contains('.') && details.pool_available_bytes.is_some_and(|n| n > 0), "{details:?}");
     assert!(!details.hostname.is_empty() && details.memory_mib > 0 && details.cpu_count > 0, "{details:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_libvirtd_that_takes_the_connection_and_never_answers_is_told_from_a_host_that_is_away() {
+    let _turn = alone().await;
+    let Some(case) = Case::start("hung", &[BROKEN]) else { return };
+    let daemon = case.daemon(case.entry().set("budgets", serde_json::json!({ "dial": "3s" }))).await;
+    let clients = daemon.clients();
+    // shorter than the budget of a dial, and longer
+    let short = CheckRequest { timeout: seconds(2), ..Default::default() };
+    let rows = async |request: CheckRequest| {
+        let rows = clients.provider.clone().check(request).await.expect("check never fails for a host").into_inner().hosts;
+        rows.into_iter().next().expect("a row")
+    };
+    let frozen = Broken::by(case.host(BROKEN), &["freeze-libvirtd"], &["thaw-libvirtd"]);
+    for request in [short.clone(), CheckRequest::default()] {
+        let row = rows(request).await;
+        assert_eq!((row.reason(), row.error_reason.as_str()), (CheckReason::Timeout, "CALL_TIMEOUT"), "{row:?}");
+        assert!(row.remediation.contains("restart libvirtd") && row.remediation.contains("guests go on"), "{row:?}");
+    }
+    let refusal = refused(clients.create(case.request(&case.vm("a"), BROKEN)).await, Reason::CallTimeout);
+    assert!(refusal.message.contains("restart it"), "{refusal:?}");
+    drop(frozen);
+    assert_eq!(rows(short.clone()).await.reason(), CheckReason::Reachable);
+
+    let _frozen = Broken::by(case.host(BROKEN), &["freeze-sshd"], &["thaw-sshd"]);
+    assert_eq!(rows(short).await.reason(), CheckReason::Unreachable);
 }
 
 #[tokio::test(flavor = "multi_thread")]
