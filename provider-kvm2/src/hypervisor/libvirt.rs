@@ -322,12 +322,15 @@ impl Hypervisor for LibvirtHypervisor {
 
     async fn upload(&self, volume: &VolumeRef, length: u64, parts: mpsc::Receiver<UploadPart>, budget: Duration) -> CallResult<u64> {
         let parts = transfer::feed(parts, self.worker.state(), self.worker.tracker());
-        let upload = move |v: &Volume| transfer::upload(v, length, parts);
+        let state = self.worker.state().clone();
+        let upload = move |v: &Volume| transfer::upload(v, length, parts, &state);
         self.on("upload", &volume.handle, budget, upload).await
     }
 
     async fn download(&self, volume: &VolumeRef, limit: u64) -> CallResult<Bytes> {
-        self.on("download", &volume.handle, self.budgets.upload_small, move |v: &Volume| transfer::download(v, limit)).await
+        let state = self.worker.state().clone();
+        let download = move |v: &Volume| transfer::download(v, limit, &state);
+        self.on("download", &volume.handle, self.budgets.upload_small, download).await
     }
 
     fn close(&self) {

@@ -112,7 +112,7 @@ impl Dialler {
 
         state.stage(OPENING_LIBVIRT);
         let uri = door.uri();
-        self.tracker.spawn(carry(door, channel, state.clone()));
+        self.tracker.spawn(carry(door, channel, state.clone(), self.closing.clone()));
         self.tracker.spawn(watch(state.clone(), SILENCE, self.closing.clone()));
         let tracker = self.tracker.clone();
         let opened = self.tracker.spawn_blocking(move || Connection::open(&uri, tracker)).await;

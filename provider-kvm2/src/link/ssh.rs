@@ -1,14 +1,14 @@
 //! The SSH session: algorithms, host key, user key; and a name for what went wrong.
 
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use russh::client::{self, AuthResult, DisconnectReason, Handle};
 use russh::keys::{HashAlg, PrivateKey, PrivateKeyWithHashAlg, PublicKeyOrCertificate};
 use russh::{AlgorithmKind, MethodKind, Preferred, cipher};
 
 use super::known_hosts::{KnownHosts, Verdict, algorithms};
-use super::state::{KEEPALIVE, LinkState, SILENCE};
+use super::state::{KEEPALIVE, LINGER, LinkState, SILENCE};
 use super::transport::Transport;
 use crate::error::{ProviderError, Reason, Result, bounded};
 
@@ -85,7 +85,8 @@ fn config(check: &HostCheck, target: Target<'_>) -> client::Config {
         keepalive_interval: Some(KEEPALIVE),
         // silence is judged by bytes that arrive, in a task that a stalled write does not hold up
         keepalive_max: 0,
-        inactivity_timeout: Some(SILENCE + Duration::from_secs(5)),
+        // it only ends what nothing else did, and not before a link that lingers
+        inactivity_timeout: Some(SILENCE + LINGER),
         nodelay: true,
         ..client::Config::default()
     }

@@ -3,6 +3,9 @@
 //! [`LinkState::kill`] marks the link dead, wakes whoever waits on it and only
 //! then shuts the TCP connection down. None of this waits for the peer: a host
 //! that went silent costs its callers nothing but the time it took to notice.
+//!
+//! A link with an open stream is dead to its callers at the same moment, but its
+//! connection stays for a while: see [`LINGER`].
 
 use std::fmt;
 use std::net::{Shutdown, TcpStream};
@@ -10,6 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use tokio::sync::watch::Sender;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -22,6 +26,16 @@ pub const SILENCE: Duration = Duration::from_secs(15);
 
 /// How often an idle link is asked for a sign of life.
 pub const KEEPALIVE: Duration = Duration::from_secs(5);
+
+/// How long the connection of a dead link is kept for a stream that the host has not ended.
+///
+/// libvirtd 11.3 locks itself up for good when it finds its client gone while it still has data or the end of a
+/// stream of that client before it. So nothing is hung up under a stream: its abort is sent, and its answer waited for.
+/// A host that was frozen for longer than this is left to its luck.
+pub const LINGER: Duration = Duration::from_secs(300);
+
+/// The same once the daemon is shutting down.
+pub const LAST_WORD: Duration = Duration::from_secs(5);
 
 /// What a link is for; the label of its metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,6 +72,18 @@ pub struct LinkState {
     dead: CancellationToken,
     socket: Mutex<Option<Arc<TcpStream>>>,
     heard: Heard,
+    /// How many streams are open on the link.
+    streams: Sender<usize>,
+}
+
+/// Held by a thread from before it opens a stream until the host has answered its end.
+#[derive(Debug)]
+pub struct StreamGuard(Arc<LinkState>);
+
+impl Drop for StreamGuard {
+    fn drop(&mut self) {
+        self.0.streams.send_modify(|n| *n = n.saturating_sub(1));
+    }
 }
 
 /// When the peer was last heard, in a form that the transport can write without a lock.
@@ -98,6 +124,7 @@ impl LinkState {
             dead: CancellationToken::new(),
             socket: Mutex::new(None),
             heard: Heard::new(),
+            streams: Sender::new(0),
         })
     }
 
@@ -186,10 +213,40 @@ impl LinkState {
             was_open
         };
         self.dead.cancel();
-        self.drop_socket();
+        // with a stream the tunnel hangs up
+        if *self.streams.borrow() == 0 {
+            self.drop_socket();
+        }
         if was_open {
             self.metrics.link(&self.host, self.kind.label(), "dropped");
             tracing::debug!(host = %self.host, kind = self.kind.label(), cause = %bounded(cause), "link dropped");
+        }
+    }
+
+    /// Announces a stream.
+    pub fn stream(self: &Arc<Self>) -> StreamGuard {
+        self.streams.send_modify(|n| *n += 1);
+        StreamGuard(self.clone())
+    }
+
+    /// Resolves when no stream is open, or when the time for that has passed, which `closing` makes short.
+    pub async fn streams_ended(&self, closing: &CancellationToken) {
+        let mut streams = self.streams.subscribe();
+        tokio::select! {
+            // the sender is a part of `self`
+            _ = streams.wait_for(|n| *n == 0) => {}
+            () = tokio::time::sleep(LINGER) => {}
+            () = async {
+                closing.cancelled().await;
+                tokio::time::sleep(LAST_WORD).await;
+            } => {}
+        }
+    }
+
+    /// Shuts the TCP connection of a dead link down, whatever is open on it.
+    pub fn hang_up(&self) {
+        if self.is_dead() {
+            self.drop_socket();
         }
     }
 
@@ -265,6 +322,44 @@ mod tests {
         let mut rest = Vec::new();
         std::io::Read::read_to_end(&mut peer, &mut rest).expect("a clean end");
         assert!(rest.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_dead_link_is_hung_up_when_its_streams_have_ended_or_had_their_time() {
+        let state = state();
+        assert!(state.opened());
+        let stream = state.stream();
+        state.kill("no answer");
+        let calm = CancellationToken::new();
+        let mut ended = Box::pin(state.streams_ended(&calm));
+        assert!(ended.as_mut().now_or_never().is_none(), "its stream is open");
+        drop(stream);
+        ended.await;
+
+        let _stream = state.stream();
+        let began = Instant::now();
+        state.streams_ended(&calm).await;
+        assert_eq!(began.elapsed(), LINGER);
+        let began = Instant::now();
+        calm.cancel();
+        state.streams_ended(&calm).await;
+        assert_eq!(began.elapsed(), LAST_WORD);
+    }
+
+    #[tokio::test]
+    async fn a_connection_stays_under_a_stream_until_it_is_hung_up() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let socket = TcpStream::connect(listener.local_addr().expect("bound")).expect("listening");
+        let (mut peer, _) = listener.accept().expect("connected");
+        let state = state();
+        state.own_socket(Arc::new(socket.try_clone().expect("another descriptor")));
+        let _stream = state.stream();
+        state.kill("no answer");
+        std::io::Write::write_all(&mut &socket, b"abort").expect("it stands");
+        state.hang_up();
+        let mut rest = Vec::new();
+        std::io::Read::read_to_end(&mut peer, &mut rest).expect("a clean end");
+        assert_eq!(rest, b"abort");
     }
 
     #[tokio::test]

@@ -4,7 +4,8 @@
 //! The socket lies in a directory of mode 0700, takes one connection, of this very
 //! process, and is gone from the file system as soon as it has it. When either
 //! side ends, or the link dies, both ends are closed: that is what makes a thread
-//! return that sits in a libvirt call.
+//! return that sits in a libvirt call. Only under an open stream the bytes go on
+//! after the link's death, until the host has answered the end of that stream.
 
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -17,6 +18,7 @@ use russh::client::Msg;
 use russh::{Channel, ChannelMsg};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
+use tokio_util::sync::CancellationToken;
 
 use super::state::LinkState;
 
@@ -102,13 +104,18 @@ impl Drop for Door {
     }
 }
 
-/// Carries bytes until one side ends, then ends the link.
-pub async fn carry(door: Door, channel: Channel<Msg>, state: Arc<LinkState>) {
-    let cause = tokio::select! {
-        cause = pump(door, channel) => cause,
-        _ = state.died() => return,
-    };
-    state.kill(&cause);
+/// Carries bytes until one side ends, then ends the link; or until the link has died and its streams have ended.
+pub async fn carry(door: Door, channel: Channel<Msg>, state: Arc<LinkState>, closing: CancellationToken) {
+    let mut pump = std::pin::pin!(pump(door, channel));
+    tokio::select! {
+        cause = &mut pump => state.kill(&cause),
+        _ = state.died() => tokio::select! {
+            biased;
+            () = state.streams_ended(&closing) => {}
+            _ = &mut pump => {}
+        },
+    }
+    state.hang_up();
 }
 
 async fn pump(door: Door, channel: Channel<Msg>) -> String {

@@ -68,12 +68,20 @@ async fn hand_over(to_thread: &mpsc::Sender<UploadPart>, part: UploadPart, state
 }
 
 /// Blocks until the upload is over; answers how many bytes were sent.
-pub(super) fn upload(volume: &Volume, length: u64, mut parts: mpsc::Receiver<UploadPart>) -> Result<u64, Fault> {
+///
+/// On a link that has died meanwhile the stream is aborted, however long the host takes to answer that.
+pub(super) fn upload(volume: &Volume, length: u64, mut parts: mpsc::Receiver<UploadPart>, state: &Arc<LinkState>) -> Result<u64, Fault> {
+    // before the stream, so that it is dropped after it
+    let _open = state.stream();
     // a stream of length 0 would take everything
     let mut stream = if length == 0 { None } else { Some(OpenStream::upload(volume, length)?) };
     let mut sent = 0_u64;
     loop {
-        match parts.blocking_recv() {
+        let part = parts.blocking_recv();
+        if state.is_dead() {
+            return Err(Fault::Other(CallFailure::SourceAborted));
+        }
+        match part {
             Some(UploadPart::Data(mut data)) => {
                 if data.len() as u64 > length - sent {
                     let what = format!("the source has more than the {length} bytes it announced");
@@ -102,11 +110,12 @@ pub(super) fn upload(volume: &Volume, length: u64, mut parts: mpsc::Receiver<Upl
 }
 
 /// Blocks until the first `limit` bytes, or all of the volume, are read.
-pub(super) fn download(volume: &Volume, limit: u64) -> Result<Bytes, Fault> {
+pub(super) fn download(volume: &Volume, limit: u64, state: &Arc<LinkState>) -> Result<Bytes, Fault> {
     let limit_bytes = usize::try_from(limit).unwrap_or(usize::MAX);
     if limit == 0 {
         return Ok(Bytes::new());
     }
+    let _open = state.stream();
     let mut stream = OpenStream::download(volume, limit)?;
     let mut content = BytesMut::new();
     let mut buffer = vec![0; CHUNK.min(limit_bytes)];
