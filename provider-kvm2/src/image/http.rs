@@ -141,8 +141,8 @@ impl Body {
         }
         let framed = response.version() >= reqwest::Version::HTTP_2 || response.headers().contains_key(header::TRANSFER_ENCODING);
         if length.is_none() && !framed {
-            let what = "comes without a length and ends with the connection, so that a cut body looks whole".to_owned();
-            return Err(broken(&image, what));
+            let what = "comes without a length and ends with the connection, so that a cut body looks whole; have its server send a Content-Length";
+            return Err(broken(&image, what.to_owned()));
         }
         let content_type = response.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
         let content_type = bounded_to(content_type, 100);
@@ -253,7 +253,7 @@ impl Body {
         // a Last-Modified says nothing about two servers, but the length of both files does
         let same = reached.validator == self.validator && (self.length.is_none() || reached.length == self.length);
         if !same {
-            return Err(broken(&self.image, "was replaced while it was read".to_owned()));
+            return Err(broken(&self.image, "was replaced while it was read; the next attempt reads the new file".to_owned()));
         }
         // a server without ranges sends all of it again
         self.skip = if reached.response.status() == reqwest::StatusCode::PARTIAL_CONTENT { 0 } else { self.offset };

@@ -30,6 +30,9 @@ use crate::telemetry::metrics::Metrics;
 /// The two small volumes beside a base, with room to spare.
 const SIDE_BYTES: u64 = 64 << 10;
 
+/// How long a host may take to answer the abort of an upload whose budget is spent.
+const ABORT_ANSWER: Duration = Duration::from_secs(10);
+
 /// How often a refresh is tried that libvirt refuses for a running job.
 const REFRESH_TRIES: u32 = 5;
 const REFRESH_PAUSE: Duration = Duration::from_millis(200);
@@ -120,7 +123,12 @@ impl Publish<'_> {
             () = self.stop.cancelled() => ProviderError::new(Reason::ShuttingDown, format!("the pull of image {} was ended by a shutdown", self.key())),
             () = sleep_until(deadline) => {
                 let budget = self.wanted.entry.budgets.upload_image;
-                let text = format!("image {} was not on host {} within {budget:?}; raise budgets.uploadImage", self.key(), self.host.host);
+                let came = self.progress.done();
+                let text = format!(
+                    "image {} was not on host {} within {budget:?}, of which {came} bytes went there; raise budgets.uploadImage or name a faster server",
+                    self.key(),
+                    self.host.host
+                );
                 ProviderError::new(Reason::CallTimeout, text).during("image_pull")
             }
         }
@@ -252,7 +260,8 @@ impl Publish<'_> {
 
     async fn transfer(&self, link: &dyn Hypervisor, volume: &VolumeRef, feed: Feed, length: u64, deadline: Instant) -> Result<Digests> {
         let (parts, queue) = mpsc::channel(DEPTH);
-        let budget = deadline.saturating_duration_since(Instant::now());
+        // the sending side ends first and says whose fault it is; the host only has to answer the abort
+        let budget = deadline.saturating_duration_since(Instant::now()) + ABORT_ANSWER;
         let (taken, sent) = tokio::join!(link.upload(volume, length, queue, budget), self.pump(feed, parts, length, deadline));
         self.metrics.image_bytes(&self.host.host, self.progress.done());
         match (sent, taken) {

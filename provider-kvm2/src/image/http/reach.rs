@@ -174,7 +174,7 @@ fn accept(image: &ImageRef, url: &ImageUrl, response: Response, wanted: &Wanted)
             };
             match range {
                 Some(r) if r.first == from && r.last.checked_add(1) == Some(r.total) => Ok(Some(r.total)),
-                _ => return Err(broken("sent another part of the file than was asked for")),
+                _ => return Err(broken("sent another part of the file than was asked for; use another server")),
             }
         }
         _ => return Err(refusal(image, url, &response)),
