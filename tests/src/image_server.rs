@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::{TcpListener, TcpStream};
@@ -28,14 +29,22 @@ pub enum Answer {
     StallAt(usize),
     /// The body up to a byte, the rest once [`ImageServer::open_gate`] was called.
     GateAt(usize),
+    /// The body in small parts with a pause before each: a server that never stands still and never gets ready.
+    Trickle(usize, Duration),
     /// The body without a length, in chunks.
     Chunked,
+    /// The body without a length, ended by the close.
+    Unframed,
     /// The whole body under another announced length.
     Announced(u64),
     /// The whole body, ranges ignored.
     RangesRefused,
     /// 206 with the whole body, to a request without a range.
     PartialUnasked,
+    /// 206 with a part that nobody asked for, from a byte on.
+    PartialFrom(usize),
+    /// As [`Answer::Whole`], of another file of the same length: every byte and the ETag are others.
+    Replaced,
     /// The body claimed to be gzip.
     ContentEncodingGzip,
     Status(u16, Vec<(&'static str, String)>),
@@ -87,7 +96,12 @@ struct Image {
 
 impl ImageServer {
     pub async fn start() -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        Self::start_at("127.0.0.1").await
+    }
+
+    /// Starts at another address of loopback: another host to a client.
+    pub async fn start_at(address: &str) -> Self {
+        let listener = TcpListener::bind((address, 0)).await.expect("a free port");
         let addr = listener.local_addr().expect("a bound address");
         let state = Arc::new(State { images: Mutex::default(), seen: Mutex::default(), gate: watch::Sender::new(Gate::Closed) });
         let task = tokio::spawn(listen(listener, state.clone()));
@@ -187,6 +201,10 @@ async fn answer(mut stream: TcpStream, state: &State) -> io::Result<()> {
     let Some((body, etag, answer)) = found else {
         return stream.write_all(&head(404, &[], Some(0))).await;
     };
+    let (body, etag) = match answer {
+        Answer::Replaced => (Arc::new(body.iter().map(|byte| !byte).collect()), etag.map(|etag| etag.replacen('"', "\"other-", 1))),
+        _ => (body, etag),
+    };
     let mut reply = Reply { stream, body: body.clone(), with_body: method == "GET", etag: etag.clone(), gate: state.gate.subscribe() };
     let from = range.filter(|_| if_range.is_none() || if_range == etag).and_then(|range| first_byte(&range)).filter(|at| *at < body.len());
     reply.send(answer, from).await
@@ -204,7 +222,7 @@ impl Reply {
     async fn send(&mut self, answer: Answer, from: Option<usize>) -> io::Result<()> {
         let total = self.body.len();
         match answer {
-            Answer::Whole => self.range(from, total).await,
+            Answer::Whole | Answer::Replaced => self.range(from, total).await,
             Answer::Truncated(at) => self.range(from, at).await,
             Answer::ResetAt(at) => {
                 self.range(from, at).await?;
@@ -219,7 +237,19 @@ impl Reply {
                 let _ = self.gate.wait_for(|gate| *gate == Gate::Open).await;
                 self.bytes(from.unwrap_or(0).max(at), total).await
             }
+            Answer::Trickle(part, pause) => {
+                self.range(from, 0).await?;
+                for at in (from.unwrap_or(0)..total).step_by(part.max(1)) {
+                    tokio::time::sleep(pause).await;
+                    self.bytes(at, at + part).await?;
+                }
+                Ok(())
+            }
             Answer::Chunked => self.chunked().await,
+            Answer::Unframed => {
+                self.head(200, &[], None).await?;
+                self.bytes(0, total).await
+            }
             Answer::Announced(length) => {
                 self.head(200, &[], Some(length)).await?;
                 self.bytes(0, total).await
@@ -229,6 +259,11 @@ impl Reply {
                 let content_range = format!("bytes 0-{}/{total}", total.saturating_sub(1));
                 self.head(206, &[("Content-Range", content_range)], Some(total as u64)).await?;
                 self.bytes(0, total).await
+            }
+            Answer::PartialFrom(at) => {
+                let content_range = format!("bytes {at}-{}/{total}", total.saturating_sub(1));
+                self.head(206, &[("Content-Range", content_range)], Some((total - at) as u64)).await?;
+                self.bytes(at, total).await
             }
             Answer::ContentEncodingGzip => {
                 self.head(200, &[("Content-Encoding", "gzip".to_owned())], Some(total as u64)).await?;
@@ -355,6 +390,26 @@ mod tests {
         server.serve("i", vec![1, 2, 3, 4], [Answer::Whole]);
         assert_eq!(get(server.url("i"), Some("bytes=1-")).await.expect("an answer"), (206, vec![2, 3, 4]));
         assert_eq!(server.seen()[0].range.as_deref(), Some("bytes=1-"));
+    }
+
+    #[tokio::test]
+    async fn a_replaced_file_has_the_length_and_neither_the_bytes_nor_the_etag_of_the_first() {
+        let server = ImageServer::start().await;
+        server.serve("i", vec![1, 2, 3, 4], [Answer::Truncated(2), Answer::Replaced]);
+        let first = reqwest::get(server.url("i")).await.expect("a head");
+        let etag = first.headers()["etag"].clone();
+        let rest = reqwest::Client::new().get(server.url("i")).header("range", "bytes=2-").header("if-range", &etag);
+        let rest = rest.send().await.expect("a head");
+        assert_eq!(rest.status().as_u16(), 200, "its range is of another file");
+        assert_ne!(rest.headers()["etag"], etag);
+        assert_eq!(rest.bytes().await.expect("a body").to_vec(), [!1, !2, !3, !4]);
+    }
+
+    #[tokio::test]
+    async fn a_trickle_is_the_whole_body_in_the_end() {
+        let server = ImageServer::start().await;
+        server.serve("i", (0..=250).collect(), [Answer::Trickle(100, Duration::from_millis(1))]);
+        assert_eq!(get(server.url("i"), None).await.expect("an answer").1.len(), 251);
     }
 
     #[tokio::test]
