@@ -9,12 +9,14 @@ mod crash;
 mod handshake;
 mod hosts;
 mod limits;
+mod lockup;
 mod lost;
 mod pair;
 mod places;
 mod silent;
 mod stop;
 mod support;
+mod uploads;
 
 use std::path::Path;
 
