@@ -17,13 +17,10 @@ pub(super) enum Target {
     /// Somebody refreshes the pool.
     PoolRefreshed,
     InactiveBefore,
-    /// Somebody tries to stop the pool.
-    PoolStopped,
 }
 
 impl Target {
-    pub(super) const ALL: [Self; 6] =
-        [Self::FullBefore, Self::FillsUp, Self::VolumeDeleted, Self::PoolRefreshed, Self::InactiveBefore, Self::PoolStopped];
+    pub(super) const ALL: [Self; 5] = [Self::FullBefore, Self::FillsUp, Self::VolumeDeleted, Self::PoolRefreshed, Self::InactiveBefore];
 
     fn by(self) -> By {
         if self == Self::VolumeDeleted { By::Plain } else { By::Room }
@@ -40,8 +37,7 @@ impl Target {
             Self::FillsUp => Expected::StoredOr(&[Reason::PoolSpace]),
             Self::VolumeDeleted => Expected::Refused(&[Reason::StateChanged], ""),
             Self::InactiveBefore => Expected::Refused(&[Reason::PoolNotActive], "virsh pool-start"),
-            // libvirt refuses both under an upload
-            Self::PoolRefreshed | Self::PoolStopped => Expected::Stored,
+            Self::PoolRefreshed => Expected::Stored,
         }
     }
 
@@ -57,7 +53,6 @@ impl Target {
             }
             Self::PoolRefreshed => drop(host.try_virsh(&["pool-refresh", POOL])),
             Self::InactiveBefore => drop(host.virsh(&["pool-destroy", POOL])),
-            Self::PoolStopped => drop(host.try_virsh(&["pool-destroy", POOL])),
         }
         None
     }
