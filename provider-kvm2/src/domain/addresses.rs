@@ -7,6 +7,8 @@
 use std::collections::HashSet;
 use std::net::IpAddr;
 
+use crate::error::bounded;
+
 /// Most addresses that are reported; its own NIC's come first.
 pub const MAX_ADDRESSES: usize = 64;
 
@@ -25,6 +27,16 @@ pub struct GuestInterface {
     /// As reported; compare without regard to case.
     pub mac: String,
     pub addresses: Vec<IpAddr>,
+}
+
+impl GuestInterface {
+    /// From what a source says, which is anything: a guest agent's words pass through libvirt as they are.
+    /// What is no address is left out, texts are bounded.
+    pub fn reported(name: &str, mac: &str, addresses: &[impl AsRef<str>]) -> Self {
+        // an IPv4 address in IPv6 clothes is the IPv4 address: loopback stays loopback
+        let addresses = addresses.iter().filter_map(|text| Some(text.as_ref().parse::<IpAddr>().ok()?.to_canonical())).collect();
+        Self { name: bounded(name), mac: bounded(mac), addresses }
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -130,6 +142,14 @@ mod tests {
         assert_eq!(ips(&addresses), ["192.168.1.5*", "192.168.1.6", "2001:db8::5", "172.17.0.1", "10.0.0.1"]);
         assert_eq!(addresses[0].mac, MAC);
         assert_eq!(addresses[4].mac, "");
+    }
+
+    #[test]
+    fn an_ipv4_address_in_ipv6_clothes_is_what_it_is() {
+        let reported =
+            GuestInterface::reported("enp1s0", MAC, &["::ffff:127.0.0.1", "::ffff:169.254.0.1", "::ffff:192.168.1.5", "192.168.1.5", "x"]);
+        let Reading::Found(addresses) = agent(vec![reported]) else { panic!("it has an address") };
+        assert_eq!(ips(&addresses), ["192.168.1.5*"]);
     }
 
     #[test]

@@ -304,7 +304,7 @@ mod tests {
     #[case::other_namespace("<instance xmlns='urn:kvm'><managed>true</managed></instance>", MarkFault::Foreign)]
     #[case::two_uids("<instance><uid>a</uid><uid>b</uid></instance>", MarkFault::Repeated("uid"))]
     #[case::phase_of_another_version("<instance><phase>resizing</phase></instance>", MarkFault::Phase)]
-    #[case::control_characters("<instance><uid>a&#27;b</uid></instance>", MarkFault::Value("uid"))]
+    #[case::control_characters("<instance><uid>a&#127;b</uid></instance>", MarkFault::Value("uid"))]
     #[case::document_type("<!DOCTYPE instance><instance/>", MarkFault::Xml(XmlFault::DocumentType))]
     fn what_cannot_be_trusted_is_a_fault(#[case] element: &str, #[case] fault: MarkFault) {
         assert_eq!(parse(element), Err(fault));

@@ -15,6 +15,8 @@ use quick_xml::events::{BytesStart, Event};
 const MAX_DEPTH: usize = 256;
 /// libvirt's own documents have at most ten or so.
 const MAX_ATTRIBUTES: usize = 64;
+/// The capabilities of a host have some 5000; each costs a hundred bytes or more, whatever its own length.
+const MAX_ELEMENTS: usize = 1 << 16;
 
 /// Largest document that is read. A domain of ours has some 10 KiB; the
 /// capabilities of a host with every CPU model named have some 100 KiB.
@@ -29,6 +31,10 @@ pub enum XmlFault {
     TooDeep,
     #[error("an element with more than {MAX_ATTRIBUTES} attributes")]
     TooManyAttributes,
+    #[error("more than {MAX_ELEMENTS} elements")]
+    TooManyElements,
+    #[error("a character that XML cannot hold")]
+    Character,
     #[error("a document type, which libvirt never sends")]
     DocumentType,
     #[error("an entity that is not predefined")]
@@ -113,9 +119,16 @@ impl Element {
         // elements that are open, outermost first
         let mut open: Vec<Element> = Vec::new();
         let mut root = None;
+        let mut elements = 0;
         loop {
             let event = reader.read_event().map_err(|_| XmlFault::Malformed { at: reader.error_position() })?;
             let malformed = || XmlFault::Malformed { at: reader.buffer_position() };
+            if matches!(event, Event::Start(_) | Event::Empty(_)) {
+                elements += 1;
+                if elements > MAX_ELEMENTS {
+                    return Err(XmlFault::TooManyElements);
+                }
+            }
             let closed = match event {
                 Event::Start(start) => {
                     if open.len() == MAX_DEPTH {
@@ -127,19 +140,19 @@ impl Element {
                 Event::Empty(start) => Some(element(&start, &malformed)?),
                 Event::End(_) => Some(open.pop().ok_or_else(malformed)?),
                 Event::Text(text) => {
-                    append(&mut open, &text);
+                    append(&mut open, &text)?;
                     None
                 }
                 Event::CData(text) => {
-                    append(&mut open, &text);
+                    append(&mut open, &text)?;
                     None
                 }
                 Event::GeneralRef(entity) => {
                     let ch = entity.resolve_char_ref().map_err(|_| malformed())?;
                     let mut buffer = [0; 4];
                     match ch {
-                        Some(ch) => append(&mut open, ch.encode_utf8(&mut buffer)),
-                        None => append(&mut open, resolve_predefined_entity(&entity).ok_or(XmlFault::UnknownEntity)?),
+                        Some(ch) => append(&mut open, ch.encode_utf8(&mut buffer))?,
+                        None => append(&mut open, resolve_predefined_entity(&entity).ok_or(XmlFault::UnknownEntity)?)?,
                     }
                     None
                 }
@@ -193,10 +206,21 @@ impl Element {
     }
 }
 
-fn append(open: &mut [Element], text: &str) {
+fn append(open: &mut [Element], text: &str) -> Result<(), XmlFault> {
     if let Some(element) = open.last_mut() {
-        element.text.push_str(text);
+        element.text.push_str(checked(text)?);
     }
+    Ok(())
+}
+
+/// No parser of libvirt's lets these pass, written out or as a reference; ours does not look.
+fn checked(text: &str) -> Result<&str, XmlFault> {
+    if text.chars().any(is_no_xml) { Err(XmlFault::Character) } else { Ok(text) }
+}
+
+/// What XML 1.0 cannot hold in any form.
+fn is_no_xml(ch: char) -> bool {
+    matches!(ch, '\0'..'\t' | '\x0b' | '\x0c' | '\x0e'..' ' | '\u{fffe}' | '\u{ffff}')
 }
 
 fn element(start: &BytesStart<'_>, malformed: &impl Fn() -> XmlFault) -> Result<Element, XmlFault> {
@@ -207,7 +231,7 @@ fn element(start: &BytesStart<'_>, malformed: &impl Fn() -> XmlFault) -> Result<
         }
         let attribute = attribute.map_err(|_| malformed())?;
         let value = unescape(&attribute.value).map_err(|_| XmlFault::UnknownEntity)?;
-        element = element.with(attribute.key.local_name().as_ref(), value);
+        element = element.with(attribute.key.local_name().as_ref(), checked(&value)?);
     }
     Ok(element)
 }
@@ -226,7 +250,7 @@ fn escaped(text: &str) -> String {
             '\t' => out.push_str("&#9;"),
             '\n' => out.push_str("&#10;"),
             '\r' => out.push_str("&#13;"),
-            '\0'..'\x20' | '\u{fffe}' | '\u{ffff}' => out.push('\u{fffd}'),
+            ch if is_no_xml(ch) => out.push('\u{fffd}'),
             ch => out.push(ch),
         }
     }
@@ -271,14 +295,28 @@ mod tests {
         assert_eq!(parse(text), Err(fault));
     }
 
+    #[rstest]
+    #[case::written_out("<a>\u{1b}[31m</a>")]
+    #[case::reference("<a>&#27;[31m</a>")]
+    #[case::cdata("<a><![CDATA[\0]]></a>")]
+    #[case::attribute("<a b='\u{1b}'/>")]
+    #[case::reference_in_attribute("<a b='&#x1;'/>")]
+    #[case::no_character("<a>\u{ffff}</a>")]
+    fn a_character_that_xml_cannot_hold_is_refused(#[case] text: &str) {
+        assert_eq!(parse(text), Err(XmlFault::Character));
+    }
+
     #[test]
-    fn length_depth_and_attributes_have_limits() {
+    fn length_depth_attributes_and_elements_have_limits() {
         assert_eq!(Element::parse("<abc/>", 5), Err(XmlFault::TooLong { limit: 5 }));
         let nested = |n: usize| format!("{}{}", "<a>".repeat(n), "</a>".repeat(n));
         assert!(parse(&nested(MAX_DEPTH)).is_ok());
         assert_eq!(parse(&nested(MAX_DEPTH + 1)), Err(XmlFault::TooDeep));
         let attributes: String = (0..=MAX_ATTRIBUTES).map(|n| format!(" a{n}=''")).collect();
         assert_eq!(parse(&format!("<a{attributes}/>")), Err(XmlFault::TooManyAttributes));
+        let flat = |n: usize| format!("<a>{}</a>", "<b/>".repeat(n));
+        assert!(parse(&flat(MAX_ELEMENTS - 1)).is_ok());
+        assert_eq!(parse(&flat(MAX_ELEMENTS)), Err(XmlFault::TooManyElements));
     }
 
     proptest! {

@@ -1,7 +1,6 @@
 //! Calls on domains.
 
 use std::ffi::{c_int, c_uint};
-use std::net::IpAddr;
 use std::ptr;
 
 use uuid::Uuid;
@@ -10,7 +9,6 @@ use virt_sys as sys;
 use super::{Domain, LibvirtResult, borrowed, c_string, check, name_of, owned};
 use crate::domain::addresses::{AddressSource, GuestInterface};
 use crate::domain::state::RawState;
-use crate::error::bounded;
 use crate::hypervisor::code;
 
 /// What an agent may take for an answer, in seconds; a living one takes milliseconds.
@@ -151,9 +149,7 @@ unsafe fn guest_interface(interface: &sys::virDomainInterface) -> GuestInterface
             break;
         }
         // SAFETY: libvirt allocated `naddrs` of them.
-        let address = unsafe { borrowed((*interface.addrs.add(i)).addr) };
-        // what is no address is left out: a guest agent may say anything
-        addresses.extend(address.and_then(|text| text.parse::<IpAddr>().ok()));
+        addresses.extend(unsafe { borrowed((*interface.addrs.add(i)).addr) });
     }
-    GuestInterface { name: bounded(&name.unwrap_or_default()), mac: bounded(&mac.unwrap_or_default()), addresses }
+    GuestInterface::reported(&name.unwrap_or_default(), &mac.unwrap_or_default(), &addresses)
 }
