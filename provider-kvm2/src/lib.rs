@@ -19,6 +19,8 @@ pub mod cli;
 pub mod config;
 pub mod domain;
 pub mod error;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzzing;
 pub mod hypervisor;
 pub mod image;
 pub mod link;

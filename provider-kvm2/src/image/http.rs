@@ -20,7 +20,7 @@ use super::{ImageRef, UrlTrust};
 use crate::config::UrlPolicy;
 use crate::error::{ProviderError, Reason, Result, bounded_to};
 
-mod reach;
+pub(crate) mod reach;
 #[cfg(test)]
 pub(crate) mod testing;
 #[cfg(test)]
