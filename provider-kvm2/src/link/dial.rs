@@ -19,7 +19,7 @@ use super::transport::Transport;
 use super::tunnel::{Door, carry};
 use crate::config::HostKeys;
 use crate::error::{LibvirtCode, ProviderError, Reason, Result};
-use crate::hypervisor::libvirt::{Connection, LibvirtError, LibvirtHypervisor};
+use crate::hypervisor::libvirt::{Connection, LibvirtError, LibvirtHypervisor, Outlook};
 use crate::hypervisor::{Budgets, HostId, classify, code};
 use crate::telemetry::metrics::Metrics;
 
@@ -113,6 +113,19 @@ impl Dialler {
         state.stage(OPENING_LIBVIRT);
         let uri = door.uri();
         self.tracker.spawn(carry(door, channel, state.clone(), self.closing.clone()));
+        let link = self.open(endpoint, state, uri, Arc::new(remote::RemoteOutlook(session))).await?;
+        tracing::debug!(host = %endpoint.id.host, kind = state.kind().label(), ms = started.elapsed().as_millis(), "link dialled");
+        Ok(link)
+    }
+
+    /// The last step of a dial: libvirt's handshake through the door of `uri`, whoever carries its bytes.
+    pub async fn open(
+        &self,
+        endpoint: &Endpoint,
+        state: &Arc<LinkState>,
+        uri: String,
+        outlook: Arc<dyn Outlook>,
+    ) -> Result<LibvirtHypervisor> {
         self.tracker.spawn(watch(state.clone(), SILENCE, self.closing.clone()));
         let tracker = self.tracker.clone();
         let opened = self.tracker.spawn_blocking(move || Connection::open(&uri, tracker)).await;
@@ -122,10 +135,9 @@ impl Dialler {
             Err(e) => return Err(ProviderError::new(Reason::Internal, "opening libvirt was cut short").with_source(e)),
         };
         if !state.opened() {
-            return Err(ssh::unreachable(target, "the link broke as it was made").with_source(std::io::Error::other(state.cause())));
+            let broken = ssh::unreachable(endpoint.target(), "the link broke as it was made");
+            return Err(broken.with_source(std::io::Error::other(state.cause())));
         }
-        tracing::debug!(host = %endpoint.id.host, kind = state.kind().label(), ms = started.elapsed().as_millis(), "link dialled");
-        let outlook = Arc::new(remote::RemoteOutlook(session));
         Ok(LibvirtHypervisor::new(connection, state.clone(), endpoint.budgets, self.tracker.clone(), outlook))
     }
 
