@@ -74,9 +74,9 @@ host_accounts_bound() {
 }
 
 host_dirs() {
-    mkdir -p "$HV_RUN"/{libvirt,ns,pid} "$HV_DATA"/{etc/qemu,etc/storage/autostart,lib/images,lib/small,lib/inactive,lib/qemu,log,cache,sshd,firmware}
+    mkdir -p "$HV_RUN"/{libvirt,ns,pid} "$HV_DATA"/{etc/qemu,etc/storage/autostart,lib/images,lib/small,lib/roomy,lib/inactive,lib/qemu,log,cache,sshd,firmware}
     chmod 755 "$HV_RUN" "$HV_RUN/libvirt" "$HV_DATA"
-    chmod 711 "$HV_DATA/lib" "$HV_DATA"/lib/{images,small,inactive}
+    chmod 711 "$HV_DATA/lib" "$HV_DATA"/lib/{images,small,roomy,inactive}
     chown "$(id -u libvirt-qemu):$(id -g libvirt-qemu)" "$HV_DATA/lib/qemu"
 }
 
@@ -94,18 +94,19 @@ host_firmware() {
     done
 }
 
-# A file system of its own for fill-up tests, with ext4's usual 5% that only root may use. Mounted in the root
-# namespace, so that tests see it, and carried into the host by the recursive bind.
-host_small_fs() {
-    local img=$HV_DATA/small.img dir=$HV_DATA/lib/small
+# host_fs NAME SIZE: a file system of its own for fill-up tests, with ext4's usual 5% that only root may use. Mounted in
+# the root namespace, so that tests see it, and carried into the host by the recursive bind.
+host_fs() {
+    local name=$1 size=$2
+    local img=$HV_DATA/$name.img dir=$HV_DATA/lib/$name
     ! mounted "$dir" || return 0
     if [ ! -e "$img" ]; then
-        truncate -s 96M "$img"
+        truncate -s "$size" "$img"
         mkfs.ext4 -q -F -m 5 -E lazy_itable_init=0,lazy_journal_init=0,nodiscard -O ^has_journal "$img"
     fi
     if ! mount -o loop "$img" "$dir" 2>/dev/null; then
-        warn "$HV: no loop device, the pool 'small' is a tmpfs (no root reserve)"
-        mount -t tmpfs -o size=96M,mode=711 kvm2lab-small "$dir"
+        warn "$HV: no loop device, the pool '$name' is a tmpfs (no root reserve)"
+        mount -t tmpfs -o "size=$size,mode=711" "kvm2lab-$name" "$dir"
     fi
     chmod 711 "$dir"
     rmdir "$dir/lost+found" 2>/dev/null || true
@@ -217,6 +218,7 @@ host_pool() {
 host_pools() {
     host_pool default /var/lib/libvirt/images active
     host_pool small /var/lib/libvirt/small active
+    host_pool roomy /var/lib/libvirt/roomy active
     host_pool inactive /var/lib/libvirt/inactive inactive
 }
 
@@ -342,7 +344,8 @@ host_up() {
     host_dirs
     host_accounts
     [ -n "$(ls -A "$HV_DATA/firmware")" ] || host_firmware plain
-    host_small_fs
+    host_fs small 96M
+    host_fs roomy 3G
     host_net_up
     host_namespaces_up
     host_accounts_bound

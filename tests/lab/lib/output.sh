@@ -84,6 +84,7 @@ host_json() {
         pools: {
             default:  {path: "/var/lib/libvirt/images",   local_path: ($data + "/lib/images"),   active: true},
             small:    {path: "/var/lib/libvirt/small",    local_path: ($data + "/lib/small"),    active: true},
+            roomy:    {path: "/var/lib/libvirt/roomy",    local_path: ($data + "/lib/roomy"),    active: true},
             inactive: {path: "/var/lib/libvirt/inactive", local_path: ($data + "/lib/inactive"), active: false}
         },
         connect_target: ($gw + ":" + $http),
