@@ -40,10 +40,7 @@ impl ProvidersFile {
         let entries: Vec<_> = self.entries.iter().map(|entry| entry.document(dir)).collect();
         let text = serde_json::to_string_pretty(&json!({ "providers": entries })).expect("a tree of plain values");
         let path = dir.join("providers.yaml");
-        // moved into place whole: a running daemon watches the file
-        let new = dir.join("providers.yaml.new");
-        std::fs::write(&new, text).expect("writing the providers file");
-        std::fs::rename(&new, &path).expect("moving the providers file into place");
+        put(&path, &text);
         path
     }
 }
@@ -166,13 +163,20 @@ impl EntryFile {
             KnownHosts::Path(path) => path.clone(),
             KnownHosts::Lines(lines) => {
                 let path = dir.join(format!("known_hosts-{}", self.name));
-                std::fs::write(&path, lines.iter().map(|line| format!("{line}\n")).collect::<String>()).expect("writing known_hosts");
+                put(&path, &lines.iter().map(|line| format!("{line}\n")).collect::<String>());
                 path
             }
         };
         settings.insert("knownHostsFile".into(), json!(path));
         json!({ "name": self.name, "type": "kvm2", "kvm2": settings })
     }
+}
+
+/// Moves a file into place whole: a running daemon reads it at any time.
+fn put(path: &Path, text: &str) {
+    let new = PathBuf::from(format!("{}.new", path.display()));
+    std::fs::write(&new, text).expect("writing a file of the daemon's");
+    std::fs::rename(&new, path).expect("moving a file of the daemon's into place");
 }
 
 fn host_settings(host: &Host) -> Value {

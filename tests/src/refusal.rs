@@ -23,7 +23,12 @@ impl Refusal {
     /// Takes a status apart and checks what holds for each: details that can be read, exactly one
     /// `ErrorInfo` of the contract's domain, a reason that it knows, and the code that goes with it.
     pub fn of(status: &Status) -> Self {
-        let details = status.check_error_details_vec().unwrap_or_else(|e| panic!("the details of {status:?} cannot be read: {e}"));
+        Self::read(status).unwrap_or_else(|fault| panic!("{fault}"))
+    }
+
+    /// As [`Refusal::of`]; an error says what a status lacks.
+    pub fn read(status: &Status) -> Result<Self, String> {
+        let details = status.check_error_details_vec().map_err(|e| format!("the details of {status:?} cannot be read: {e}"))?;
         let mut refusal = Self {
             code: status.code(),
             reason: ErrorReason::Unspecified,
@@ -37,8 +42,10 @@ impl Refusal {
             match detail {
                 ErrorDetail::ErrorInfo(info) => {
                     infos += 1;
-                    assert_eq!(info.domain, ERROR_DOMAIN, "{status:?}");
-                    refusal.reason = ErrorReason::from_wire_name(&info.reason).unwrap_or_else(|| panic!("unknown reason in {status:?}"));
+                    if info.domain != ERROR_DOMAIN {
+                        return Err(format!("a domain other than {ERROR_DOMAIN} in {status:?}"));
+                    }
+                    refusal.reason = ErrorReason::from_wire_name(&info.reason).ok_or_else(|| format!("unknown reason in {status:?}"))?;
                     refusal.metadata = info.metadata.into_iter().collect();
                 }
                 ErrorDetail::BadRequest(bad) => refusal.fields.extend(bad.field_violations.into_iter().map(|v| v.field)),
@@ -46,10 +53,16 @@ impl Refusal {
                 _ => {}
             }
         }
-        assert_eq!(infos, 1, "exactly one ErrorInfo in {status:?}");
-        assert_eq!(refusal.code, refusal.reason.grpc_code(), "the code of {} in {status:?}", refusal.reason.wire_name());
-        assert!(!refusal.message.is_empty(), "a message for people in {status:?}");
-        refusal
+        if infos != 1 {
+            return Err(format!("{infos} ErrorInfo and not exactly one in {status:?}"));
+        }
+        if refusal.code != refusal.reason.grpc_code() {
+            return Err(format!("not the code of {} in {status:?}", refusal.reason.wire_name()));
+        }
+        if refusal.message.is_empty() {
+            return Err(format!("no message for people in {status:?}"));
+        }
+        Ok(refusal)
     }
 }
 
