@@ -28,6 +28,7 @@ pub mod poll;
 pub mod providers_file;
 pub mod refusal;
 pub mod scratch;
+pub mod soak;
 pub mod summary;
 pub mod tools;
 
