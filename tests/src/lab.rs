@@ -100,6 +100,7 @@ pub struct Host {
     pub gateway: String,
     pub libvirtd_log: PathBuf,
     pub sshd_log: PathBuf,
+    pub qemu_log_dir: PathBuf,
 }
 
 #[derive(Debug, Clone, Deserialize)]
@@ -231,6 +232,11 @@ impl Host {
         let mut volumes: Vec<_> = files.filter_map(|file| file.ok()?.file_name().into_string().ok()).collect();
         volumes.sort();
         volumes
+    }
+
+    /// The log that the host has of a domain once it was started.
+    pub fn qemu_log(&self, domain: &str) -> PathBuf {
+        self.qemu_log_dir.join(format!("{domain}.log"))
     }
 
     /// A file of a pool as this machine sees it.

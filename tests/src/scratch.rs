@@ -28,7 +28,8 @@ impl ScratchImage {
         run_ok(bounded("qemu-img").args(["create", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", backing]).arg(path).arg(size));
     }
 
-    fn by_qemu_img(dir: &Path, name: &str, options: &[&str], size: &str) -> Self {
+    /// Whatever `qemu-img create` makes with these options, of this virtual size.
+    pub fn by_qemu_img(dir: &Path, name: &str, options: &[&str], size: &str) -> Self {
         let path = dir.join(name);
         run_ok(bounded("qemu-img").args(["create", "-q"]).args(options).arg(&path).arg(size));
         Self::of(path)

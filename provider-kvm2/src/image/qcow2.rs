@@ -17,6 +17,12 @@ const MAGIC: &[u8] = b"QFI\xfb";
 const V2_HEADER: usize = 72;
 const V3_HEADER: usize = 104;
 
+/// Type of the header extension that names an external data file. QEMU heeds it only together with
+/// the feature bit; another reader of the header may not.
+const DATA_FILE_NAME: u32 = 0x4441_5441;
+/// Type that ends the extensions.
+const END: u32 = 0;
+
 // incompatible features, by bit
 const CORRUPT: u64 = 1 << 1;
 const EXTERNAL_DATA: u64 = 1 << 2;
@@ -84,6 +90,17 @@ pub struct Header {
     pub crypt_method: u32,
     pub incompatible: u64,
     pub compression: u8,
+    pub extensions: Extensions,
+}
+
+/// What the header extensions say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Extensions {
+    Harmless,
+    /// One names another file.
+    DataFile,
+    /// They go on where nobody has looked.
+    OutOfSight,
 }
 
 /// Why a qcow2 image is refused.
@@ -95,6 +112,8 @@ pub enum Fault {
     BackingFile,
     #[error("it keeps its data in another file; convert it with `qemu-img convert`")]
     ExternalData,
+    #[error("its header extensions are longer than those of any known image")]
+    Extensions,
     #[error("it is encrypted (method {0})")]
     Encrypted(u32),
     #[error("it is marked as corrupt; repair it with `qemu-img check -r`")]
@@ -118,8 +137,11 @@ impl Header {
         if self.backing_file_offset != 0 {
             return Err(Fault::BackingFile);
         }
-        if self.incompatible & EXTERNAL_DATA != 0 {
+        if self.incompatible & EXTERNAL_DATA != 0 || self.extensions == Extensions::DataFile {
             return Err(Fault::ExternalData);
+        }
+        if self.extensions == Extensions::OutOfSight {
+            return Err(Fault::Extensions);
         }
         if self.crypt_method != 0 {
             return Err(Fault::Encrypted(self.crypt_method));
@@ -157,17 +179,40 @@ impl Header {
             crypt_method: be32(head, 32)?,
             incompatible: 0,
             compression: 0,
+            extensions: Extensions::Harmless,
         };
+        let mut length = V2_HEADER;
         if version >= 3 {
             header.incompatible = be64(head, 72)?;
-            let length = be32(head, 100)?;
+            length = usize::try_from(be32(head, 100)?).unwrap_or(usize::MAX);
             // the compression type came after the first version 3 headers, which end before it
-            if usize::try_from(length).is_ok_and(|l| l > V3_HEADER) {
+            if length > V3_HEADER {
                 header.compression = *head.get(V3_HEADER)?;
             }
         }
+        header.extensions = extensions(head, length, header.cluster_bits);
         Some(header)
     }
+}
+
+/// Extensions lie one behind the other from the end of the header to the end of its cluster: type,
+/// length, and content that is padded to 8 bytes.
+fn extensions(head: &[u8], mut at: usize, cluster_bits: u32) -> Extensions {
+    let cluster = 1_usize.checked_shl(cluster_bits).unwrap_or(usize::MAX);
+    while at.saturating_add(8) <= cluster {
+        let (Some(kind), Some(length)) = (be32(head, at), be32(head, at + 4)) else {
+            // all of a short image was looked at; QEMU refuses one that ends here
+            return if head.len() < HEAD { Extensions::Harmless } else { Extensions::OutOfSight };
+        };
+        match kind {
+            END => break,
+            DATA_FILE_NAME => return Extensions::DataFile,
+            _ => {}
+        }
+        let padded = usize::try_from(length).ok().and_then(|l| l.checked_next_multiple_of(8)).unwrap_or(usize::MAX);
+        at = at.saturating_add(8).saturating_add(padded);
+    }
+    Extensions::Harmless
 }
 
 /// Tells what an image is from its first bytes: all of them, or [`HEAD`] at least.
@@ -214,7 +259,7 @@ fn other(head: &[u8]) -> Option<Kind> {
 }
 
 fn be32(bytes: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
+    Some(u32::from_be_bytes(bytes.get(at..at.checked_add(4)?)?.try_into().ok()?))
 }
 
 fn be64(bytes: &[u8], at: usize) -> Option<u64> {
@@ -252,6 +297,12 @@ mod tests {
     #[case::zstd(|h: &mut [u8]| { h[79] = 0b1000; h[104] = 1 }, Ok(10 << 30))]
     #[case::backing(|h: &mut [u8]| h[15] = 1, Err(Fault::BackingFile))]
     #[case::external(|h: &mut [u8]| h[79] = 0b100, Err(Fault::ExternalData))]
+    #[case::external_unannounced(|h: &mut [u8]| h[112..116].copy_from_slice(b"DATA"), Err(Fault::ExternalData))]
+    #[case::external_behind_another(|h: &mut [u8]| { h[112..120].copy_from_slice(b"xxxx\0\0\0\x03"); h[128..132].copy_from_slice(b"DATA") },
+        Err(Fault::ExternalData))]
+    #[case::external_behind_the_end(|h: &mut [u8]| h[120..124].copy_from_slice(b"DATA"), Ok(10 << 30))]
+    #[case::external_in_version_2(|h: &mut [u8]| { h[7] = 2; h[72..76].copy_from_slice(b"DATA") }, Err(Fault::ExternalData))]
+    #[case::external_behind_a_long_header(|h: &mut [u8]| { h[103] = 200; h[200..204].copy_from_slice(b"DATA") }, Err(Fault::ExternalData))]
     #[case::luks(|h: &mut [u8]| h[35] = 2, Err(Fault::Encrypted(2)))]
     #[case::corrupt(|h: &mut [u8]| h[79] = 0b10, Err(Fault::Corrupt))]
     #[case::unknown(|h: &mut [u8]| h[78] = 1, Err(Fault::UnknownFeatures(256)))]
@@ -262,6 +313,19 @@ mod tests {
     #[case::huge(|h: &mut [u8]| h[24..32].fill(0xff), Err(Fault::VirtualSize(u64::MAX)))]
     fn a_header_is_used_only_if_all_of_it_is_harmless(#[case] edit: fn(&mut [u8]), #[case] expected: Result<u64, Fault>) {
         assert_eq!(verdict(&header(edit)), expected);
+    }
+
+    #[test]
+    fn extensions_that_nobody_has_looked_at_are_not_trusted() {
+        let mut head = header(|h| {
+            h[23] = 21;
+            h[112..120].copy_from_slice(&[1, 2, 3, 4, 0, 1, 0, 0]);
+        });
+        head.resize(HEAD, 0);
+        assert_eq!(verdict(&head), Err(Fault::Extensions));
+        // nothing lies behind the cluster of the header
+        head[23] = 16;
+        assert_eq!(verdict(&head), Ok(10 << 30));
     }
 
     #[rstest]

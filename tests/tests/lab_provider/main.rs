@@ -2,22 +2,24 @@
 //!
 //! One program, so that what mostly waits (a guest that boots, a silent host that has to be
 //! given up) goes on beside what mostly works. Each module keeps to hosts of its own:
-//! `lifecycle` and `agents` to hv1, `storage`, `images`, `guests`, `storms` and `killed` to hv2; `faults`, `pools` and
-//! `libvirtd` break hv3, one test at a time.
+//! `lifecycle` and `agents` to hv1, `storage`, `images`, `untrusted`, `disk`, `guests`, `storms`, `slow` and `killed` to
+//! hv2; `faults`, `pools` and `libvirtd` break hv3, one test at a time.
 
 use tokio::sync::{Mutex, MutexGuard};
 
 mod agents;
+mod disk;
 mod faults;
 mod guests;
 mod images;
 mod killed;
 mod libvirtd;
 mod lifecycle;
-mod slow;
 mod pools;
+mod slow;
 mod storage;
 mod storms;
+mod untrusted;
 
 /// The host that tests break; nobody else's tests use it.
 const BROKEN: &str = "hv3";
