@@ -136,7 +136,7 @@ pub fn shown(path: &Path, text: &str) -> String {
         // a key pasted where the name of its file belongs
         _ if text.contains("PRIVATE KEY") || text.contains('\n') => "text that is not shown".to_owned(),
         // a URL, or a part of one, where none belongs
-        _ if text.contains(['@', '?']) => format!("\"{}\"", bounded_to(&shown_url(text), MAX_SHOWN)),
+        _ if text.contains(['@', '?', '#']) => format!("\"{}\"", bounded_to(&shown_url(text), MAX_SHOWN)),
         _ => format!("\"{}\"", bounded_to(text, MAX_SHOWN)),
     }
 }
@@ -192,6 +192,7 @@ mod tests {
             ("urlPolicy.allow", "https://user:SENTINEL@host/?SENTINEL"),
             ("sshKeyFile", "-----BEGIN OPENSSH PRIVATE KEY-----SENTINEL"),
             ("sshKeyFile", "a\nSENTINEL"),
+            ("sshKeyFile", "host/x#SENTINEL"),
         ] {
             let out = shown(&path(key), text);
             assert!(!out.contains("SENTINEL"), "{key}: {out}");

@@ -127,8 +127,10 @@ fn url_key(url: &ImageUrl) -> String {
 
 /// A caller's word in an error: quoted, escaped and short.
 pub(super) fn quoted(text: &str) -> String {
-    // an unparsable URL may still hold a password: nothing from its authority on is shown
+    // what was meant as a URL may hold a password or a token: nothing from where one can begin is shown
+    let text = if text.contains('@') { "…" } else { text };
     let text = text.split_once("://").map_or(text, |(scheme, _)| scheme);
+    let text = text.split(['?', '#']).next().unwrap_or_default();
     format!("{:?}", bounded_to(text, 80))
 }
 
@@ -140,4 +142,17 @@ fn names<'a>(all: impl Iterator<Item = &'a str>) -> String {
         text.push_str(&format!(" and {} more", all.len() - SHOWN));
     }
     if text.is_empty() { "none".to_owned() } else { text }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_a_word_that_was_meant_as_a_url_nothing_secret_is_shown() {
+        for text in ["ftp://u:S3NT@h/x?S3NT", "u:S3NT@h", "h/x?token=S3NT", "h/x#S3NT", "://u:S3NT@h", "?S3NT"] {
+            assert!(!quoted(text).contains("S3NT"), "{text}: {}", quoted(text));
+        }
+        assert_eq!(quoted("huge one"), "\"huge one\"");
+    }
 }
