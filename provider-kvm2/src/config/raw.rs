@@ -19,6 +19,8 @@ pub(super) const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// Deep enough for every key there is, and no depth that could exhaust a stack.
 const MAX_DEPTH: usize = 32;
+/// The most that aliases may repeat; a file whose hosts all share what they can is far below.
+const MAX_REPLAYED: usize = 20_000;
 
 /// A parsed file.
 #[derive(Debug)]
@@ -44,6 +46,8 @@ impl Document {
             // so is a number that is none
             non_finite_float_policy: NonFiniteFloatPolicy::PassThrough,
             budget: serde_saphyr::budget! { max_depth: MAX_DEPTH },
+            // aliases of aliases make seconds of work out of a few lines
+            alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MAX_REPLAYED },
         };
         match serde_saphyr::from_str_with_options::<Spanned<Tree>>(text, options) {
             Ok(tree) => {

@@ -473,3 +473,14 @@ proptest! {
         let _ = parse_with(&SAMPLE[..at], &[]);
     }
 }
+
+#[test]
+fn aliases_of_aliases_are_a_fault_before_they_are_work() {
+    let mut text = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n".to_owned();
+    for n in 1..8 {
+        let m = n - 1;
+        text += &format!("a{n}: &a{n} [*a{m},*a{m},*a{m},*a{m},*a{m},*a{m},*a{m},*a{m},*a{m}]\n");
+    }
+    let report = report_of(&text).to_string();
+    assert!(report.contains("alias"), "{report}");
+}
