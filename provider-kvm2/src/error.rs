@@ -20,6 +20,9 @@ pub use egress_provider_proto::v1::ErrorReason as Reason;
 /// Longest text taken over from a host, an image server or a guest, in bytes.
 pub const MAX_FOREIGN_TEXT: usize = 512;
 
+/// Longest message of an error, in bytes: that of a status of the contract.
+const MAX_MESSAGE: usize = 1024;
+
 pub type Result<T, E = ProviderError> = std::result::Result<T, E>;
 
 /// Runs `work`, and makes an error of a panic: whoever waits for work that is shared gets an answer, and what the work
@@ -59,11 +62,12 @@ pub struct LibvirtCode {
 }
 
 impl ProviderError {
-    /// `message` says what failed and, where a person can help, what to do.
+    /// `message` says what failed and, where a person can help, what to do. It is bounded and stripped
+    /// here, since it may name what a host or a caller called so.
     pub fn new(reason: Reason, message: impl Into<String>) -> Self {
         Self(Arc::new(Inner {
             reason,
-            message: message.into(),
+            message: bounded_to(&message.into(), MAX_MESSAGE),
             operation: None,
             host: None,
             instance: None,

@@ -16,7 +16,11 @@ use super::{
 };
 use crate::domain::addresses::{AddressSource, GuestInterface};
 use crate::domain::state::RawState;
+use crate::error::{bounded, bounded_to};
 use crate::telemetry::metrics::Metrics;
+
+/// Longest value of a field of a span, in bytes; no name of ours is longer.
+const MAX_SHOWN: usize = 255;
 
 /// A hypervisor that is watched.
 #[derive(Debug)]
@@ -51,7 +55,7 @@ impl Observed {
                     span.record("kvm2.libvirt_code", code);
                 }
                 span.record("otel.status_code", "ERROR");
-                tracing::debug!(rpc = call, ms, outcome, code = e.code(), error = %e.kind, "libvirt call");
+                tracing::debug!(rpc = call, ms, outcome, code = e.code(), error = %bounded(&e.kind.to_string()), "libvirt call");
             }
         }
         result
@@ -75,7 +79,8 @@ macro_rules! watched {
         let span = tracing::info_span!(
             concat!("kvm2.", $call),
             kvm2.host = %$self.inner.host(),
-            $(kvm2.$field = %$value,)*
+            // names of foreign domains and volumes are text from the host
+            $(kvm2.$field = %bounded_to(&$value.to_string(), MAX_SHOWN),)*
             kvm2.libvirt_code = tracing::field::Empty,
             otel.status_code = tracing::field::Empty,
         );
@@ -233,5 +238,45 @@ impl Hypervisor for Observed {
 
     fn close(&self) {
         self.inner.close();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::hypervisor::memory::MemoryHost;
+
+    #[derive(Clone, Default)]
+    struct Lines(Arc<Mutex<Vec<u8>>>);
+
+    impl io::Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().expect("no writer panics").extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[tokio::test]
+    async fn names_that_a_host_made_up_are_bounded_and_stripped_in_spans_and_lines() {
+        let lines = Lines::default();
+        let writer = lines.clone();
+        let subscriber =
+            tracing_subscriber::fmt().with_max_level(tracing::Level::TRACE).with_ansi(false).with_writer(move || writer.clone()).finish();
+        let _logging = tracing::subscriber::set_default(subscriber);
+        let hypervisor = Observed::new(MemoryHost::new("hv1").link(), Metrics::new());
+        let name = format!("\u{1b}[2J\u{202e}\n{}", "x".repeat(1000));
+        hypervisor.lookup_domain(&name).await.expect_err("there is none");
+        let text = String::from_utf8(lines.0.lock().expect("no writer panics").clone()).expect("text");
+        let [line] = &text.lines().collect::<Vec<_>>()[..] else { panic!("one line: {text:?}") };
+        assert!(line.contains("lookup_domain") && !line.contains(['\u{1b}', '\u{202e}']), "{line:?}");
+        let span = line.split("kvm2.domain=").nth(1).expect("its field").split(" kvm2.libvirt_code=").next().expect("the next");
+        assert!(span.len() <= MAX_SHOWN, "{span}");
     }
 }

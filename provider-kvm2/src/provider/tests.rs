@@ -16,6 +16,8 @@ use crate::hypervisor::memory::{MemoryConnect, MemoryHost};
 use crate::hypervisor::{Budgets, CallFailure, Hypervisor};
 use crate::telemetry::metrics::Metrics;
 
+mod foreign_text;
+
 const BASE: &str = "base-lab-tiny-0a1b2c3d.raw";
 
 fn entry() -> Entry {
