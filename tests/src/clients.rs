@@ -30,6 +30,10 @@ impl Clients {
             let socket = socket.clone();
             async move { UnixStream::connect(socket).await.map(TokioIo::new) }
         }));
+        Self::over(channel)
+    }
+
+    pub fn over(channel: Channel) -> Self {
         Self {
             provider: ProviderServiceClient::new(channel.clone()),
             images: ImageServiceClient::new(channel.clone()),

@@ -35,6 +35,8 @@ pub struct Daemon {
     log_level: String,
     program: PathBuf,
     failpoints: String,
+    log_format: &'static str,
+    variables: Vec<(&'static str, String)>,
 }
 
 impl Daemon {
@@ -49,6 +51,23 @@ impl Daemon {
     pub async fn start_talkative(dir: &Path, file: &ProvidersFile) -> Self {
         let mut daemon = Self::prepare(dir, file);
         "trace".clone_into(&mut daemon.log_level);
+        daemon.run();
+        daemon.ready().await;
+        daemon
+    }
+
+    /// With these levels and this format, and variables of the environment beside those of every test.
+    pub async fn start_logging(
+        dir: &Path,
+        file: &ProvidersFile,
+        levels: &str,
+        format: &'static str,
+        variables: Vec<(&'static str, String)>,
+    ) -> Self {
+        let mut daemon = Self::prepare(dir, file);
+        levels.clone_into(&mut daemon.log_level);
+        daemon.log_format = format;
+        daemon.variables = variables;
         daemon.run();
         daemon.ready().await;
         daemon
@@ -91,6 +110,8 @@ impl Daemon {
             log_level: "debug".to_owned(),
             program: binary(),
             failpoints: String::new(),
+            log_format: "text",
+            variables: Vec::new(),
         }
     }
 
@@ -103,7 +124,7 @@ impl Daemon {
             .arg(&self.config)
             .arg("--socket")
             .arg(self.socket())
-            .args(["--metrics", "127.0.0.1:0", "--log-level", &self.log_level, "--log-format", "text"])
+            .args(["--metrics", "127.0.0.1:0", "--log-level", &self.log_level, "--log-format", self.log_format])
             // KVM2_* of the test run would be taken for overrides of the configuration
             .env_clear()
             .envs(["PATH", "HOME"].iter().filter_map(|key| Some((*key, std::env::var_os(key)?))))
@@ -111,6 +132,7 @@ impl Daemon {
             // read by the build with failpoints only
             .env("FAILPOINTS", &self.failpoints)
             .env("RUST_BACKTRACE", "1")
+            .envs(self.variables.iter().map(|(name, value)| (*name, value.as_str())))
             .stdin(Stdio::null())
             .stdout(log.try_clone().expect("a second handle of the log"))
             .stderr(log);

@@ -1,6 +1,6 @@
 //! Secrets that are looked for where they must not turn up, in the forms that a log gives them.
 
-use std::fmt::Write as _;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -58,11 +58,8 @@ impl Sentinels {
 
     fn add_forms(&mut self, of: &str, secret: &[u8]) {
         let mut add = |form: &str, text: String| self.forms.push(Form { of: format!("{of} ({form})"), text });
-        if let Ok(text) = std::str::from_utf8(secret) {
-            add("plain", text.to_owned());
-        } else {
-            add("escaped", secret.escape_ascii().to_string());
-        }
+        // of what is ASCII this is the text itself
+        add("plain", secret.escape_ascii().to_string());
         let each = |f: fn(u8) -> String, between: &str| secret.iter().map(|b| f(*b)).collect::<Vec<_>>().join(between);
         add("hex", each(|b| format!("{b:02x}"), ""));
         add("HEX", each(|b| format!("{b:02X}"), ""));
@@ -81,19 +78,26 @@ impl Sentinels {
         }
     }
 
-    /// Which secrets a text shows, and where.
+    /// Which secrets a text shows, and where. By grep, since a log is large and a test is not built for speed.
     pub fn found_in(&self, text: &str) -> Vec<String> {
-        let mut found = Vec::new();
-        for form in &self.forms {
-            if let Some(at) = text.find(&form.text) {
-                let mut said = form.of.clone();
-                // the way up to it, without the secret itself
-                let before: String = text[..at].chars().rev().take(120).collect();
-                let _ = write!(said, " after …{}", before.chars().rev().collect::<String>());
-                found.push(said);
-            }
+        let dir = tempfile::tempdir().expect("a temporary directory");
+        let (patterns, place) = (dir.path().join("patterns"), dir.path().join("text"));
+        let lines: String = self.forms.iter().map(|form| format!("{}\n", form.text)).collect();
+        std::fs::write(&patterns, lines).and_then(|()| std::fs::write(&place, text)).expect("writing temporary files");
+        let mut grep = Command::new("grep");
+        grep.args(["-a", "-o", "-b", "-F", "-f"]).arg(&patterns).arg(&place).env("LC_ALL", "C").stdin(Stdio::null());
+        let output = grep.output().expect("grep");
+        assert!(matches!(output.status.code(), Some(0 | 1)), "{}", String::from_utf8_lossy(&output.stderr));
+        let mut found = BTreeMap::new();
+        for line in String::from_utf8_lossy(&output.stdout).lines() {
+            let (at, secret) = line.split_once(':').expect("an offset");
+            let of = self.forms.iter().find(|form| form.text == secret).map_or("an unknown form", |form| &form.of);
+            let at: usize = at.parse().expect("an offset");
+            // the way up to it, without the secret itself
+            let before = String::from_utf8_lossy(&text.as_bytes()[at.saturating_sub(120)..at]).into_owned();
+            found.entry(of).or_insert(before);
         }
-        found
+        found.into_iter().map(|(of, before)| format!("{of} after …{before}")).collect()
     }
 
     /// Fails with what a text shows.

@@ -2,8 +2,8 @@
 //!
 //! Levels follow the tiers of the provider: `debug` is one line per call and per
 //! outcome, `trace` adds documents and addresses. Only this crate can be made
-//! more talkative than `warn`: other crates log keys, headers and packets at
-//! their lower levels, and nothing secret may pass here.
+//! more talkative than `warn`: what others log at their lower levels, headers
+//! and packets among it, is theirs to change, and nothing secret may pass here.
 
 use std::fmt;
 use std::io;
