@@ -295,8 +295,11 @@ async fn space_grown_behind_libvirts_back_is_seen_before_anything_is_made() {
 async fn a_missing_bridge_is_named_before_anything_is_made() {
     let bench = Bench::warm();
     bench.host.set_bridges(&["virbr0"]);
-    assert_eq!(reason(bench.daemon("a").create(create("vm-1", "u1")).await), Reason::BridgeMissing);
-    assert!(bench.host.domain_names().is_empty() && bench.vm_volumes().is_empty());
+    let provider = bench.daemon("a");
+    assert_eq!(reason(provider.create(create("vm-1", "u1")).await), Reason::BridgeMissing);
+    assert!(!bench.host.calls().contains(&"define_domain"), "nothing was half made");
+    let row = provider.check("", Duration::ZERO).await.expect("a round").remove(0);
+    assert_eq!(problem(&row), Some(Reason::BridgeMissing));
 }
 
 #[tokio::test(start_paused = true)]
@@ -374,6 +377,7 @@ async fn an_instance_runs_only_with_its_own_nics_ipv4_and_unreadable_is_not_miss
     bench.host.set_interfaces("vm-1", AddressSource::Lease, broken());
     bench.host.set_interfaces("vm-1", AddressSource::Arp, broken());
     assert_eq!(reason(get().await), Reason::AddressUnreadable);
+    assert_eq!(reason(restarted.get("", by_key("vm-1", "u1")).await), Reason::AddressUnreadable, "whatever a daemon remembers");
 
     // a guest that starts anew has no address yet
     bench.host.set_interfaces("vm-1", AddressSource::Lease, Ok(Vec::new()));
