@@ -30,14 +30,15 @@ const URL_KEY_PREFIX: &str = "url-";
 pub(super) fn read(name: &str, block: &Block<'_>) -> Entry {
     let mut warnings = Vec::new();
     let virt_type = block.get("virtType").choice(&[("kvm", VirtType::Kvm), ("qemu", VirtType::Qemu)]).unwrap_or(VirtType::Kvm);
+    let guest_agent = flag(block, "installGuestAgent", true, GuestAgent::Install, GuestAgent::Leave);
     let digests = flag(block, "requireDigest", false, DigestPolicy::Required, DigestPolicy::Optional);
     Entry {
         name: name.to_owned(),
         ssh_key_file: file(&block.get("sshKeyFile"), "name the file of the private SSH key").unwrap_or_default(),
         host_keys: host_keys(block, &mut warnings),
         disk_size_gib: disk_size(block),
-        vendor_data: vendor_data(&block.get("vendorData")),
-        guest_agent: flag(block, "installGuestAgent", true, GuestAgent::Install, GuestAgent::Leave),
+        vendor_data: vendor_data(&block.get("vendorData"), guest_agent),
+        guest_agent,
         network_config: flag(block, "networkConfig", true, NetworkConfig::Written, NetworkConfig::Omitted),
         images: images(&block.get("images"), digests, &mut warnings),
         machine_types: machine_types(&block.get("machineTypes")),
@@ -88,9 +89,9 @@ fn disk_size(block: &Block<'_>) -> u64 {
     }
 }
 
-fn vendor_data(field: &Field<'_>) -> Option<String> {
+fn vendor_data(field: &Field<'_>, agent: GuestAgent) -> Option<String> {
     let text = field.text()?;
-    if let Err(dropped) = vendor_header::check(&text) {
+    if let Err(dropped) = vendor_header::check(&text, agent) {
         field.fault(dropped);
     }
     Some(text)

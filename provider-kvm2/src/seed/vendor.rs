@@ -14,68 +14,8 @@ use sha2::{Digest as _, Sha256};
 use super::agent;
 use crate::config::GuestAgent;
 
-/// Longest configured document, in bytes.
-pub const MAX_VENDOR_DATA: usize = 512 << 10;
-
-/// How far cloud-init looks for `MIME-Version:` to decide that a document is MIME.
-const MIME_WINDOW: usize = 4096;
 /// Line length of base64 in MIME.
 const LINE: usize = 76;
-
-/// First lines by which cloud-init knows a document. It compares the start only, without case.
-const HEADERS: [&str; 9] = [
-    "#cloud-config",
-    "#cloud-config-archive",
-    "#cloud-config-jsonp",
-    "#cloud-boothook",
-    "#part-handler",
-    "#include",
-    "#include-once",
-    "#!",
-    "## template: jinja",
-];
-
-/// Why a configured document would not arrive.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum VendorFault {
-    #[error("it is longer than {MAX_VENDOR_DATA} bytes")]
-    TooLong,
-    #[error("its first line is none that cloud-init knows; begin it with #cloud-config, #! or another header, or it is dropped in silence")]
-    UnknownHeader,
-    #[error(
-        "it is MIME itself, which cloud-init drops inside the multipart that carries the guest agent; give one document, or set installGuestAgent: false"
-    )]
-    Multipart,
-    #[error("it has a line 'MIME-Version:' near its start, by which cloud-init takes it for MIME; remove the line")]
-    LooksLikeMime,
-}
-
-/// Whether cloud-init would use a configured document. For the load of the configuration.
-pub fn check(configured: &str, agent: GuestAgent) -> Result<(), VendorFault> {
-    if configured.len() > MAX_VENDOR_DATA {
-        return Err(VendorFault::TooLong);
-    }
-    // cloud-init skips white space before the header
-    let lower = configured.trim_start().to_ascii_lowercase();
-    if lower.is_empty() {
-        return Ok(());
-    }
-    let is_mime = lower.starts_with("mime-version:") || lower.starts_with("content-type:") || lower.starts_with("from nobody ");
-    match (is_mime, agent) {
-        (true, GuestAgent::Install) => return Err(VendorFault::Multipart),
-        (true, GuestAgent::Leave) if mime_in_window(configured) => return Ok(()),
-        (true, GuestAgent::Leave) => return Err(VendorFault::UnknownHeader),
-        (false, _) => {}
-    }
-    if !HEADERS.iter().any(|header| lower.starts_with(header)) {
-        return Err(VendorFault::UnknownHeader);
-    }
-    // beside the agent it is base64 and cannot be mistaken
-    if agent == GuestAgent::Leave && mime_in_window(configured) {
-        return Err(VendorFault::LooksLikeMime);
-    }
-    Ok(())
-}
 
 /// The file: empty, one document, or a multipart of both. The same input gives the same bytes.
 pub fn vendor_data(configured: Option<&str>, agent: GuestAgent) -> Vec<u8> {
@@ -133,11 +73,6 @@ fn base64_lines(bytes: &[u8]) -> String {
     out
 }
 
-fn mime_in_window(document: &str) -> bool {
-    let start = &document.as_bytes()[..document.len().min(MIME_WINDOW)];
-    String::from_utf8_lossy(start).to_ascii_lowercase().contains("mime-version:")
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::Write as _;
@@ -186,35 +121,6 @@ mod tests {
         assert_eq!(String::from_utf8_lossy(&output.stdout), expected);
     }
 
-    #[rstest]
-    #[case("#cloud-config\nx: 1\n")]
-    #[case("\n\n  #Cloud-Config\n")]
-    #[case("#!/bin/sh\n")]
-    #[case("#include https://example.org/x\n")]
-    #[case("## template: jinja\n#cloud-config\n")]
-    #[case("")]
-    fn a_document_with_a_known_header_passes(#[case] document: &str) {
-        assert_eq!(check(document, GuestAgent::Install), Ok(()));
-        assert_eq!(check(document, GuestAgent::Leave), Ok(()));
-    }
-
-    #[rstest]
-    #[case::yaml_without_header("packages: [a]\n", GuestAgent::Install, VendorFault::UnknownHeader)]
-    #[case::comment_first("# mine\n#cloud-config\n", GuestAgent::Leave, VendorFault::UnknownHeader)]
-    #[case::mime_in_mime("MIME-Version: 1.0\nContent-Type: multipart/mixed\n", GuestAgent::Install, VendorFault::Multipart)]
-    #[case::mime_by_type("Content-Type: multipart/mixed\nMIME-Version: 1.0\n", GuestAgent::Install, VendorFault::Multipart)]
-    #[case::mime_that_is_not_seen("Content-Type: text/plain\n\n", GuestAgent::Leave, VendorFault::UnknownHeader)]
-    #[case::taken_for_mime("#cloud-config\n# mime-version: none\n", GuestAgent::Leave, VendorFault::LooksLikeMime)]
-    fn a_document_that_would_be_dropped_is_refused(#[case] document: &str, #[case] agent: GuestAgent, #[case] fault: VendorFault) {
-        assert_eq!(check(document, agent), Err(fault));
-    }
-
-    #[test]
-    fn mime_alone_passes_and_length_is_bounded() {
-        assert_eq!(check("MIME-Version: 1.0\nContent-Type: multipart/mixed\n", GuestAgent::Leave), Ok(()));
-        assert_eq!(check(&"#".repeat(MAX_VENDOR_DATA + 1), GuestAgent::Leave), Err(VendorFault::TooLong));
-    }
-
     proptest! {
         #[test]
         fn any_document_decodes_to_itself(document in "\\PC{0,400}") {
@@ -222,12 +128,6 @@ mod tests {
             prop_assert!(text.lines().all(|line| line.len() <= LINE));
             let joined: String = text.lines().collect();
             prop_assert_eq!(STANDARD.decode(joined).ok(), Some(document.into_bytes()));
-        }
-
-        #[test]
-        fn check_never_panics(document in "(MIME-Version:|#|!|\\PC){0,20}") {
-            let _ = check(&document, GuestAgent::Install);
-            let _ = check(&document, GuestAgent::Leave);
         }
     }
 }

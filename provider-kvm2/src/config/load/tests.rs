@@ -263,6 +263,19 @@ fn a_name_taken_by_an_entry_of_another_type_is_taken() {
 #[case::digest_required("requireDigest: true\nimages: {a: {url: 'https://h/x'}}", "images.a.sha256: is required; requireDigest is set")]
 #[case::memory("machineTypes: {s: {vcpus: 1, memoryMiB: 4194305}}", "must be 64 to 4194304")]
 #[case::image_key("images: {a b: {url: 'https://h/x'}}", "the key of an image must be at most 64")]
+#[case::key_of_a_url_image("images: {url-a: {url: 'https://h/x'}}", "must not begin with url-")]
+#[case::no_cpu("machineTypes: {s: {vcpus: 0, memoryMiB: 1024}}", "must be 1 to 512")]
+#[case::cpus("machineTypes: {s: {vcpus: 513, memoryMiB: 1024}}", "must be 1 to 512")]
+#[case::no_memory("machineTypes: {s: {vcpus: 1, memoryMiB: 0}}", "must be 64 to 4194304")]
+#[case::disk("diskSizeGb: 65537", "must be 0 to 65536")]
+#[case::bridge("hosts: [{name: hv1, address: hv1, user: u, bridge: 'br 0'}]", "must be the name of a network interface")]
+#[case::pool("hosts: [{name: hv1, address: hv1, user: u, bridge: br0, pool: a/b}]", "hosts[0].pool: must be at most 64")]
+#[case::vendor_data("vendorData: 'packages: [x]'", "cloud-init drops a document that")]
+#[case::mime_in_mime("vendorData: 'MIME-Version: 1.0'", "cloud-init does not look into nested ones")]
+#[case::taken_for_mime(
+    "installGuestAgent: false\nvendorData: \"#cloud-config\\n# MIME-Version: 1\"",
+    "takes a document with MIME-Version:"
+)]
 fn one_bad_value_is_one_fault_without_secrets(#[case] more: &str, #[case] expected: &str) {
     let report = only_fault(more);
     assert!(report.contains(expected), "{report}");
