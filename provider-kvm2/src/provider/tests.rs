@@ -601,8 +601,10 @@ async fn a_check_answers_a_row_per_host_whatever_happens() {
     assert_eq!(row.problem.map(|e| e.reason()), Some(Reason::PoolNotActive));
     assert!(row.remediation.contains("virsh pool-start default"), "{}", row.remediation);
     bench.host.freeze_at(0);
+    let started = tokio::time::Instant::now();
     let row = provider.check("", Duration::from_secs(3)).await.expect("a round").remove(0);
     assert_eq!(row.problem.map(|e| e.reason()), Some(Reason::CallTimeout));
+    assert!(started.elapsed() <= Duration::from_secs(3), "{:?}", started.elapsed());
 }
 
 /// Hosts hv1, hv2 and so on in one entry, and a daemon.

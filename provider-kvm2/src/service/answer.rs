@@ -340,6 +340,7 @@ fn check_reason(reason: Reason) -> v1::CheckReason {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::provider::UnreadableInstance;
     use crate::service::fixtures;
 
     #[test]
@@ -374,6 +375,42 @@ mod tests {
         let full = HostDetails { pool_capacity_bytes: 10, ..Default::default() };
         assert_eq!(host_details(full).pool_available_bytes, Some(0));
         assert_eq!(host_details(HostDetails::default()).pool_available_bytes, None);
+    }
+
+    #[test]
+    fn what_a_host_says_is_cut_and_plain_wherever_an_answer_shows_it() {
+        let hostile = || format!("a\x1b[2J\n{}", "é".repeat(2000));
+        let failure = || ProviderError::new(Reason::LibvirtError, "it failed").with_source(std::io::Error::other(hostile()));
+        let details = HostDetails {
+            hostname: hostile(),
+            libvirt_version: hostile(),
+            hypervisor_version: hostile(),
+            pool_state: hostile(),
+            emulator: hostile(),
+            warnings: vec![hostile()],
+            ..HostDetails::default()
+        };
+        let row = HostCheck {
+            host: "hv1".into(),
+            address: "hv1:22".into(),
+            latency: Duration::ZERO,
+            problem: Some(failure()),
+            remediation: hostile(),
+            details,
+        };
+        let row = host_check(row);
+        let details = row.details.expect("every row has them");
+        let unreadable = UnreadableInstance { host: "hv1".into(), name: hostile(), error: failure() };
+        let page = page(ListPage { unreadable: vec![unreadable], unreachable: vec![failure()], ..ListPage::default() }, "lab");
+        let [gap] = &page.unreachable_hosts[..] else { panic!("{page:?}") };
+        let [odd] = &page.unreadable_instances[..] else { panic!("{page:?}") };
+        let message = |error: &Option<v1::ErrorSummary>| error.as_ref().map(|e| e.message.clone()).unwrap_or_default();
+        let mut shown = vec![row.message, row.remediation, odd.name.clone(), message(&odd.error), message(&gap.error)];
+        shown.extend([details.hostname, details.libvirt_version, details.hypervisor_version, details.pool_state, details.emulator]);
+        shown.extend(details.warnings);
+        for (n, text) in shown.iter().enumerate() {
+            assert!((1..=MAX_TEXT).contains(&text.len()) && !text.chars().any(char::is_control), "{n}: {text:?}");
+        }
     }
 
     #[test]
