@@ -97,6 +97,7 @@ impl Caller {
     }
 
     /// Counts an answer, and keeps a failure to be judged at the end.
+    #[expect(clippy::too_many_arguments, reason = "a call, its answer and its surroundings; a struct would only rename them")]
     fn note<T>(&self, kind: &str, label: &str, answer: &Answer<T>, from: u64, at: (&[usize], usize), patience: Patience, about: &str) {
         let until = self.course.weather.now();
         self.course.report().count(kind, label);
