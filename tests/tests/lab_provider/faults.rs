@@ -84,7 +84,14 @@ async fn a_libvirtd_that_takes_the_connection_and_never_answers_is_told_from_a_h
 async fn a_missing_bridge_is_found_by_check_and_by_create_before_anything_is_made() {
     let _turn = alone().await;
     let Some(case) = Case::start("bridge", &[BROKEN]) else { return };
-    let daemon = case.daemon(case.entry().host_set(BROKEN, "bridge", "br9")).await;
+    let entry = || case.entry().host_set(BROKEN, "bridge", "br9");
+    {
+        // an account with a shell can look at the host's interfaces
+        let user = case.host(BROKEN).exec_user.as_str();
+        let daemon = case.daemon_in("shell", entry().host_set(BROKEN, "user", user)).await;
+        lacks(&case, &daemon, Reason::BridgeMissing, CheckReason::BridgeMissing).await;
+    }
+    let daemon = case.daemon(entry()).await;
     let clients = daemon.clients();
     let vm = case.vm("a");
     refused(clients.create(case.request(&vm, BROKEN)).await, Reason::BridgeMissing);

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use egress_provider_proto::v1::{CreateRequest, ErrorReason as Reason};
+use egress_provider_proto::v1::{CreateRequest, ErrorReason as Reason, StateReason};
 use lab_tests::case::{request, uid_of};
 use lab_tests::clients::seconds;
 use lab_tests::lab::Host;
@@ -188,13 +188,29 @@ async fn two_daemons_on_a_cold_cache_each_boot_from_a_whole_base() {
         let (clients, request) = (daemon.clients(), request(vm, HOST, "i"));
         tokio::spawn(async move { clients.create(request).await })
     });
-    eventually("a pull is half way", LIMIT, || async { if server.gets("i.qcow2") > 0 { Ok(()) } else { Err("no GET".into()) } }).await;
+    eventually("part of a base is on the host", LIMIT, || async {
+        if case.bases(HOST).iter().any(|v| v.ends_with(".qcow2")) { Ok(()) } else { Err(format!("{:?}", case.bases(HOST))) }
+    })
+    .await;
+    // one that finds the part, and does not take it for the whole
+    let (late, c) = (case.daemon_in("late", entry()).await, case.vm("c"));
+    let creating_late = {
+        let (clients, request) = (late.clients(), request(&c, HOST, "i"));
+        tokio::spawn(async move { clients.create(request).await })
+    };
+    for (daemon, vm) in [(&one, &a), (&two, &b), (&late, &c)] {
+        eventually("it waits for the image", LIMIT, || async {
+            let instance = daemon.clients().get(&id(vm), &uid_of(vm)).await.map_err(|e| e.to_string())?;
+            if instance.state_reason() == StateReason::ImagePull { Ok(()) } else { Err(format!("{:?}", instance.state_reason())) }
+        })
+        .await;
+    }
     server.open_gate();
-    for create in creating {
+    for create in creating.into_iter().chain([creating_late]) {
         create.await.expect("the caller's task").expect("created");
     }
     let host = case.host(HOST);
-    for vm in [&a, &b] {
+    for vm in [&a, &b, &c] {
         assert_eq!(sha256_of(&host.volume_path("default", &base_of(host, vm))), image.sha256);
     }
 }
