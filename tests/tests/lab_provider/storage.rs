@@ -441,3 +441,19 @@ async fn user_data_reaches_the_seed_byte_for_byte_and_no_log() {
         assert!(!document.contains(secret), "a secret in the domain's document");
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_daemon_that_may_write_no_large_file_makes_the_largest_seed() {
+    let Some(case) = Case::start("nofile", &[HOST]) else { return };
+    let mut daemon = case.daemon(case.entry()).await;
+    // one byte more in a file ends the daemon; its log stays far below
+    let limit = ["--pid", &daemon.pid().to_string(), "--fsize=524288"].map(str::to_owned);
+    let limited = std::process::Command::new("prlimit").args(&limit).status().expect("prlimit runs");
+    assert!(limited.success(), "{limited}");
+    let vm = case.vm("a");
+    let cloud_init = Some(CloudInit { user_data: vec![b'#'; 1 << 20] });
+    daemon.clients().create(CreateRequest { cloud_init, ..case.request(&vm, HOST) }).await.expect("created");
+    let seed = case.host(HOST).volume_path("default", &format!("{vm}-seed.iso"));
+    assert!(std::fs::metadata(seed).expect("the seed").len() > 1 << 20);
+    assert_eq!(daemon.exited(), None);
+}
