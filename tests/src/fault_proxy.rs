@@ -159,6 +159,9 @@ impl Traffic {
     }
 }
 
+/// Between two tries to listen again on the port that was given up.
+const BIND_AGAIN: std::time::Duration = std::time::Duration::from_millis(100);
+
 async fn listen(listener: TcpListener, addr: SocketAddr, server: String, controls: Controls) {
     let mut fault = controls.fault.subscribe();
     let mut listener = Some(listener);
@@ -177,6 +180,8 @@ async fn listen(listener: TcpListener, addr: SocketAddr, server: String, control
             },
             changed = fault.changed() => if changed.is_err() { return },
             Some(_) = connections.join_next() => {}
+            // somebody's outgoing connection may have got the port meanwhile, and gives it back
+            () = tokio::time::sleep(BIND_AGAIN), if listener.is_none() && *fault.borrow() != Fault::Refuse => {}
         }
     }
 }

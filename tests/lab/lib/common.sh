@@ -15,6 +15,9 @@ LAB_HTTP_PORT=8080
 LAB_TLS_PORT=8443
 LAB_ECHO_PORT=7007
 
+# What the lab starts outlives its caller, whose temporary directory others may not even write to (swtpm does).
+unset TMPDIR
+
 say() { printf 'lab: %s\n' "$*"; }
 warn() { printf 'lab: %s\n' "$*" >&2; }
 die() { warn "error: $*"; exit 1; }
