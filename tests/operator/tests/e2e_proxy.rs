@@ -1,0 +1,193 @@
+//! The whole chain with nothing replaced but the API server: a Proxy is applied, the operator asks the daemon, the daemon
+//! makes a VM on a hypervisor, the VM boots, a CONNECT goes through its Squid, the proxy is offered and leased, replaced
+//! when its image changes, and removed until the host is empty but for the bases.
+//!
+//! Guests are reached from the network namespace of their hypervisor only, so the operator runs there, and so does the
+//! socket of the API server; the daemon's socket is a file and needs no network.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use egress_operator::conditions::{HEALTHY, READY};
+use egress_operator::crd::proxy::{CloudInit, Placement, ProxySpec};
+use egress_operator::crd::{ProviderHealth, Proxy};
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
+use kube::{Api, ResourceExt};
+use lab_tests::{Case, Cleanup, Host, eventually};
+use operator_tests::ApiServer;
+use operator_tests::apiserver::kubeconfig;
+use operator_tests::rig::{condition, is};
+use serde_json::json;
+
+const HOST: &str = "hv1";
+/// Only ends a test that would hang: a VM boots for most of a minute under emulation, twice here.
+const BOOT_LIMIT: Duration = Duration::from_secs(300);
+const API: &str = "127.0.0.1:26443";
+const DISCOVERY: &str = "127.0.0.1:26480";
+const TOKEN: &str = "a-token-for-tests-only";
+
+/// The built operator in a network namespace; ended when dropped.
+struct Operator {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Operator {
+    fn start(host: &Host, dir: &Path, target: &str) -> Self {
+        let log = dir.join("operator.log");
+        let out = std::fs::File::create(&log).expect("a file");
+        let program = lab_tests::daemon::binary().with_file_name("egress-operator");
+        assert!(program.exists(), "{} is not built: cargo build -p egress-operator", program.display());
+        let child = Command::new("nsenter")
+            .arg(format!("--net={}", host.netns_path.display()))
+            .arg("--")
+            .arg(program)
+            .args(["--providers-file", &dir.join("operator.yaml").display().to_string()])
+            .args(["--probe-target", target, "--probe-interval", "2s", "--check-interval", "2s", "--ops-listen", "127.0.0.1:0"])
+            .args([
+                "--discovery-listen",
+                DISCOVERY,
+                "--discovery-token-file",
+                &dir.join("token").display().to_string(),
+                "--log-level",
+                "debug",
+            ])
+            .env("KUBECONFIG", dir.join("kubeconfig"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(out)
+            .spawn()
+            .expect("nsenter");
+        Self { child, log }
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+}
+
+impl Drop for Operator {
+    fn drop(&mut self) {
+        let pid = nix::unistd::Pid::from_raw(self.child.id().cast_signed());
+        let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM);
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            let log = self.log();
+            let tail: Vec<_> = log.lines().rev().take(40).collect();
+            eprintln!("the operator's last lines:\n{}", tail.into_iter().rev().collect::<Vec<_>>().join("\n"));
+        }
+    }
+}
+
+/// A socket that listens in the network namespace of a host and is used from here.
+fn listener_in(host: &Host, at: &'static str) -> std::net::TcpListener {
+    let netns = std::fs::File::open(&host.netns_path).expect("the namespace");
+    // a thread of its own: it ends in the other namespace
+    std::thread::spawn(move || {
+        nix::sched::setns(netns, nix::sched::CloneFlags::CLONE_NEWNET).expect("root may");
+        std::net::TcpListener::bind(at).expect("a port")
+    })
+    .join()
+    .expect("no panic")
+}
+
+async fn until(proxies: &Api<Proxy>, what: &str, fits: impl Fn(&Proxy) -> bool) -> Proxy {
+    eventually(what, BOOT_LIMIT, || async {
+        let proxy = proxies.get("squid").await.map_err(|e| e.to_string())?;
+        if fits(&proxy) { Ok(proxy) } else { Err(serde_json::to_string(&proxy.status).unwrap_or_default()) }
+    })
+    .await
+}
+
+fn curl(host: &Host, method: &str, path: &str, body: &str) -> serde_json::Value {
+    let auth = format!("Authorization: Bearer {TOKEN}");
+    let url = format!("http://{DISCOVERY}{path}");
+    let answer = host.netexec(&["curl", "-sS", "-m", "10", "-X", method, "-H", &auth, "-d", body, &url]).expect("curl");
+    if answer.trim().is_empty() {
+        serde_json::Value::Null
+    } else {
+        serde_json::from_str(&answer).unwrap_or_else(|e| panic!("{e}: {answer}"))
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_proxy_that_is_applied_becomes_a_vm_that_is_probed_offered_replaced_and_removed() {
+    let Some(case) = Case::start("chain", &[HOST]) else { return };
+    let host = case.host(HOST);
+    let _px = Cleanup::of(vec![host.clone()], "px-", "kt-chain");
+    let image = case.lab.image("debian");
+    let entry = case.entry().set("diskSizeGb", 3).lab_image(&case.lab, "debian");
+    // the same image under another name is another image to the operator
+    let entry = entry.image("debian-next", json!({ "url": image.url, "sha256": image.sha256, "firmware": "bios" }));
+    let daemon = case.daemon(entry).await;
+
+    let server = ApiServer::default();
+    let listener = listener_in(host, API);
+    listener.set_nonblocking(true).expect("a socket");
+    let port = server.listen_on(tokio::net::TcpListener::from_std(listener).expect("a socket"));
+    let dir = case.dir();
+    std::fs::write(dir.join("kubeconfig"), kubeconfig(&port.url)).expect("written");
+    std::fs::write(dir.join("token"), TOKEN).expect("written");
+    let providers = json!({ "providers": [{ "name": "kvm2-lab", "endpoint": format!("unix:{}", daemon.socket().display()) }] });
+    std::fs::write(dir.join("operator.yaml"), providers.to_string()).expect("written");
+    let operator = Operator::start(host, dir, &host.connect_target);
+
+    let proxies: Api<Proxy> = Api::namespaced(server.client(), "default");
+    let placement = Placement { zone: HOST.into(), machine_type: "small".into(), image: "debian".into(), ..Placement::default() };
+    let cloud_init = CloudInit { inline: Some("#cloud-config\nhostname: egress\n".into()), ..CloudInit::default() };
+    let spec = ProxySpec {
+        provider: Some("kvm2-lab".into()),
+        placement: Some(placement),
+        cloud_init: Some(cloud_init),
+        port: 3128,
+        external: None,
+        provisioning: None,
+    };
+    proxies.create(&PostParams::default(), &Proxy::new("squid", spec)).await.expect("applied");
+
+    let ready = until(&proxies, "a real CONNECT through Squid", |p| is(p, READY)).await;
+    assert_eq!(condition(&ready, HEALTHY).1, "ConnectOk");
+    let first = ready.status.clone().expect("a status");
+    let vm = format!("px-{}", ready.uid().expect("a uid"));
+    assert_eq!(first.instance_id.as_deref(), Some(format!("hosts/{HOST}/domains/{vm}").as_str()));
+    assert!(host.is_active(&vm));
+    let health: Api<ProviderHealth> = Api::namespaced(server.client(), "egress-proxies");
+    eventually("the ProviderHealth says 1/1", BOOT_LIMIT, || async {
+        let seen = health.get("kvm2-lab").await.map_err(|e| e.to_string())?.status.unwrap_or_default();
+        if seen.ready == "1/1" { Ok(()) } else { Err(format!("{seen:?}")) }
+    })
+    .await;
+
+    eventually("it is offered", BOOT_LIMIT, || async {
+        let list = curl(host, "GET", "/v1/proxies", "");
+        if list["items"][0]["address"].as_str() == first.address.as_deref() { Ok(()) } else { Err(list.to_string()) }
+    })
+    .await;
+    let lease = curl(host, "POST", "/v1/leases", r#"{"client": "e2e", "ttlSeconds": 60}"#);
+    assert_eq!(lease["proxy"]["name"], "squid", "{lease}");
+    let through = format!("http://{}:3128", lease["proxy"]["address"].as_str().expect("an address"));
+    let target = format!("http://{}/", host.connect_target);
+    let body = host.netexec(&["curl", "-sS", "-m", "30", "--proxytunnel", "--proxy", &through, &target]).expect("the client gets through");
+    assert!(body.contains(first.address.as_deref().expect("an address")), "the target saw another client: {body}");
+
+    let other = json!({ "spec": { "placement": { "image": "debian-next" } } });
+    proxies.patch("squid", &PatchParams::default(), &Patch::Merge(&other)).await.expect("patched");
+    until(&proxies, "replaced and Ready", |p| p.status.as_ref().is_some_and(|s| s.spec_hash != first.spec_hash) && is(p, READY)).await;
+    assert!(host.is_active(&vm));
+
+    proxies.delete("squid", &DeleteParams::default()).await.expect("deleted");
+    eventually("the Proxy is gone", BOOT_LIMIT, || async {
+        match proxies.get_opt("squid").await {
+            Ok(None) => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await;
+    assert!(!host.domains().contains(&vm));
+    let left: Vec<_> = host.volumes("default").into_iter().filter(|v| v.starts_with(&vm)).collect();
+    assert!(left.is_empty(), "{left:?}");
+    assert!(case.bases(HOST).iter().any(|v| v.contains("-debian-")), "the bases stay: {:?}", case.bases(HOST));
+    assert!(!operator.log().contains("hostname: egress"), "user-data is in no log");
+    drop(operator);
+}
