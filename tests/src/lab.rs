@@ -91,6 +91,8 @@ pub struct Host {
     pub socket: String,
     pub uri: String,
     pub netns: String,
+    /// What `nsenter --net=` takes.
+    pub netns_path: PathBuf,
     pub mount_ns: PathBuf,
     pub pids: BTreeMap<String, Option<i32>>,
     pub pid_dir: PathBuf,

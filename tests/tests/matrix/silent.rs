@@ -149,7 +149,13 @@ async fn silent(case: Arc<Case>, program: PathBuf, n: usize, place: Place, freez
     other.clients().create(case.request(&there, SOUND)).await.expect("created");
     drop(other);
     // a dial that is to fall silent is the first of its daemon: there is nothing yet to compare with
-    let before = if place == Place::Dial { None } else { Some(DaemonCounts::of(&daemon).await) };
+    let before = if place == Place::Dial {
+        None
+    } else {
+        // the link to the other host stands before and after
+        get(&clients, SOUND, &there).await.expect("the other host answers");
+        Some(DaemonCounts::of(&daemon).await)
+    };
     let mut callers: Vec<JoinHandle<Result<(), Status>>> = Vec::new();
     if matches!(place, Place::Upload | Place::Finish | Place::Seed) {
         let (clients, request) = (clients.clone(), request(&vm, SILENT, "i"));

@@ -251,7 +251,10 @@ async fn uploads_that_fail_on_either_side_change_nothing_however_often() {
     rig.room = Some(Room::on(rig.host()));
     let guest = rig.case.vm("guest");
     rig.create(By::Plain, &guest, "tiny").await.expect("a guest beside the uploads");
-    let kinds: Vec<Kind> = Source::ALL.map(Kind::Of).into_iter().chain(Target::ALL.map(Kind::On)).collect();
+    let mut kinds: Vec<Kind> = Source::ALL.map(Kind::Of).into_iter().chain(Target::ALL.map(Kind::On)).collect();
+    if !is_full() {
+        kinds = kinds.into_iter().step_by(6).collect();
+    }
     let mut summary = Summary::of("uploads");
     let mut flat = None;
     let image = |kind: usize, n: usize| (kind * STRIDE + n) % IMAGES;
