@@ -1,6 +1,6 @@
 //! Reconciliation of a Proxy: load → plan → act → status.
 //!
-//! [`plan`](crate::plan) and [`status`](crate::status) decide; here is what they need done. Every write carries the
+//! [`plan`](mod@crate::plan) and [`status`](mod@crate::status) decide; here is what they need done. Every write carries the
 //! resource version that it is based on, so that what is planned on a stale copy fails instead of undoing something.
 
 mod act;
