@@ -199,7 +199,7 @@ async fn calls(hv: &dyn Hypervisor) -> Vec<String> {
         note(&mut all, "domain_state", hv.domain_state(domain).await.map(drop));
         note(&mut all, "domain_xml", hv.domain_xml(domain, true).await.map(drop));
         note(&mut all, "domain_metadata", hv.domain_metadata(domain, NAMESPACE).await.map(drop));
-        note(&mut all, "domain_interfaces", hv.domain_interfaces(domain, AddressSource::Agent).await.map(drop));
+        note(&mut all, "domain_interfaces", hv.domain_interfaces(domain, AddressSource::Lease).await.map(drop));
     }
     let pool = hv.lookup_pool("default").await;
     note(&mut all, "lookup_pool", pool.as_ref().map(|_| ()).map_err(Clone::clone));
