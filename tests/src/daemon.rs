@@ -193,7 +193,7 @@ impl Daemon {
     pub fn metrics_addr(&self) -> Option<SocketAddr> {
         let log = self.log();
         let line = log.lines().rev().find(|line| line.contains(SERVING_METRICS))?;
-        line.split_once("address=Some(")?.1.split(')').next()?.parse().ok()
+        line.split_once("Some(")?.1.split(')').next()?.parse().ok()
     }
 
     /// Some once the process has ended by itself.

@@ -103,6 +103,8 @@ impl FaultProxy {
     }
 
     fn start(server: String, socket: TcpSocket, drain: Option<u32>) -> Self {
+        // what it leaves in TIME-WAIT keeps it from its port else, when it listens again
+        socket.set_reuseaddr(true).expect("a socket");
         socket.bind(([127, 0, 0, 1], 0).into()).expect("a free port");
         let listener = socket.listen(BACKLOG).expect("listening");
         let addr = listener.local_addr().expect("a bound address");

@@ -135,24 +135,3 @@ async fn a_vm_that_was_undefined_while_it_ran_or_saved_by_hand_is_still_served()
     }
     assert_eq!(case.left(HOST), Vec::<String>::new());
 }
-
-#[tokio::test(flavor = "multi_thread")]
-async fn tpm_state_goes_with_its_vm() {
-    let Some(case) = Case::start("tpm", &[HOST]) else { return };
-    let host = case.host(HOST);
-    let daemon = case.daemon(case.entry()).await;
-    let clients = daemon.clients();
-    let vm = case.vm("a");
-    clients.create(case.request(&vm, HOST)).await.expect("created");
-    host.virsh(&["destroy", &vm]);
-    // kept across restarts and undefines unless the caller of undefine says otherwise
-    let tpm = "<tpm model='tpm-crb'><backend type='emulator' version='2.0' persistent_state='yes'/></tpm></devices>";
-    host.define(&host.virsh(&["dumpxml", "--inactive", &vm]).replace("</devices>", tpm));
-    clients.create(case.request(&vm, HOST)).await.expect("started");
-    let uuid = host.virsh(&["domuuid", &vm]);
-    let state = host.volume_path("default", "..").join("swtpm").join(uuid.trim());
-    assert!(state.exists(), "{} has no TPM state", state.display());
-    clients.delete(&id(&vm), &uid_of(&vm)).await.expect("deleted");
-    assert!(!state.exists(), "{} is left", state.display());
-    assert_eq!(case.left(HOST), Vec::<String>::new());
-}
