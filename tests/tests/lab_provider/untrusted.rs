@@ -170,8 +170,14 @@ async fn an_image_that_points_at_the_host_never_reaches_qemu() {
         let Some(real) = image.real else { continue };
         let callers = listener.callers.load(Ordering::SeqCst);
         let disk = as_a_guest_sees(case.dir(), &image.bytes, real);
-        let reached = disk.is_some_and(|d| d.starts_with(SENTINEL)) || listener.callers.load(Ordering::SeqCst) > callers;
-        assert!(reached, "{} leads nowhere", image.key);
+        if disk.is_some_and(|d| d.starts_with(SENTINEL)) {
+            continue;
+        }
+        // the caller has gone, and its coming may not have been counted yet
+        lab_tests::eventually(&format!("{} leads to the host", image.key), std::time::Duration::from_secs(20), || async {
+            if listener.callers.load(Ordering::SeqCst) > callers { Ok(()) } else { Err("nobody came".to_owned()) }
+        })
+        .await;
     }
     secret.arm();
     assert!(!secret.was_read());
