@@ -240,6 +240,11 @@ impl Reconciliation<'_> {
         match self.context.user_data.of(&namespace, self.proxy.spec.cloud_init.as_ref()).await {
             Ok(data) => Ok(Ok(data)),
             Err(UserDataError::Missing(what)) => Ok(Err(what)),
+            // only a person mends this, and looks at the Proxy for it
+            Err(UserDataError::Api(kube::Error::Api(status))) if status.code == 403 => Ok(Err(format!(
+                "the operator may not read the Secret or ConfigMap of cloudInit in namespace {namespace}: bind it a role there ({})",
+                crate::provider_client::error::clean(&status.message, 512)
+            ))),
             Err(UserDataError::Api(e)) => Err(e.into()),
         }
     }

@@ -124,7 +124,7 @@ pub fn sweep(
         |i: &&Instance| uids.contains(&i.uid.to_lowercase()) || names.contains(i.name.as_str()) || ids.contains(i.instance_id.as_str());
     let all: Vec<_> = instances.iter().filter(ours).collect();
     let orphans: Vec<_> = all.iter().filter(|i| !wanted(i)).collect();
-    if orphans.len() > A_FEW && orphans.len() * 2 > all.len() && !proxies.is_empty() {
+    if orphans.len() > A_FEW && orphans.len() * 2 > all.len() {
         return Err(Doubt::TooMany { orphans: orphans.len(), all: all.len() });
     }
     memory.proxies = proxies.len();
@@ -229,6 +229,9 @@ mod tests {
         let proxies = [proxy("u0"), proxy("u1")];
         let doubt = sweep(&mut Memory::default(), &proxies, &many, "cluster", AGE, at(0));
         assert_eq!(doubt, Err(Doubt::TooMany { orphans: 8, all: 10 }));
+        // an operator that starts into a cluster that has lost its Proxies has no earlier count to compare with
+        let lost = sweep(&mut Memory::default(), &[], &many, "cluster", AGE, at(0));
+        assert_eq!(lost, Err(Doubt::TooMany { orphans: 10, all: 10 }));
         assert!(sweep(&mut Memory::default(), &proxies, &many[..5], "cluster", AGE, at(0)).is_ok());
     }
 

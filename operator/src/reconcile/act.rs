@@ -77,7 +77,7 @@ impl Reconciliation<'_> {
         })
     }
 
-    /// Asks to remove the instance: by id if there is one, and by key, so that one whose Create never answered goes too.
+    /// Asks to remove the instance: by id if there is one, else by key, so that one whose Create never answered goes too.
     pub(super) async fn delete(&self, why: Why) -> Result<Seen, ReconcileError> {
         self.context.leadership.check()?;
         let status = self.proxy.status.clone().unwrap_or_default();

@@ -280,3 +280,17 @@ async fn what_the_rules_forbid_is_not_taken() {
     let refused = rig.proxies().patch("a", &PatchParams::default(), &Patch::Merge(&other)).await.expect_err("refused");
     assert!(refused.to_string().contains("provider cannot be changed"), "{refused}");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_secret_that_may_not_be_read_is_shown_at_the_proxy() {
+    let rig = Rig::start().await;
+    rig.server.fail(When { path: "/secrets/", ..When::default() }, operator_tests::Fault::Status(403));
+    let mut spec = managed(1);
+    let key = KeyRef { name: "squid".into(), key: "user-data".into() };
+    spec.cloud_init = Some(CloudInit { secret_key_ref: Some(key), ..CloudInit::default() });
+    rig.apply("a", spec).await;
+    let shown = rig.until("a", "CloudInitMissing", |p| condition(p, PROVISIONED).1 == "CloudInitMissing").await;
+    let conditions = shown.status.expect("a status").conditions;
+    assert!(conditions.iter().any(|c| c.message.contains("may not read")), "{conditions:?}");
+    assert_eq!(rig.sim.calls(Method::Create), 0);
+}
