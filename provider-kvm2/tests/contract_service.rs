@@ -402,14 +402,19 @@ async fn spans_are_the_callers_children_and_nothing_secret_leaves_the_process() 
     let double = Double::new();
     let served = Served::start(&double);
     let mut client = served.provider().await;
+    // other tests of this process are traced as well: each call is known by its trace
+    let (traced_create, traced_get) = ("0af7651916cd43dd8448eb211c80319c", "4bf92f3577b34da6a3ce929d0e0e4736");
+    let parent = |trace: &str| format!("00-{trace}-b7ad6b7169203331-01").parse().expect("ascii");
     let mut request = Request::new(create());
     let metadata = request.metadata_mut();
-    metadata.insert("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".parse().expect("ascii"));
+    metadata.insert("traceparent", parent(traced_create));
     metadata.insert("authorization", format!("Bearer {SENTINEL}").parse().expect("ascii"));
     metadata.insert("x-token", SENTINEL.parse().expect("ascii"));
     client.create(request).await.expect("it answers");
     double.fail_get(ProviderError::new(ErrorReason::BridgeMissing, "no bridge br0 on host hv1").on_host("hv1"));
-    let status = client.get(get()).await.expect_err("it is told to fail");
+    let mut request = Request::new(get());
+    request.metadata_mut().insert("traceparent", parent(traced_get));
+    let status = client.get(request).await.expect_err("it is told to fail");
     let mut large = create();
     large.placement.as_mut().expect("set").image = format!("https://user:{SENTINEL}@h/\n");
     let rejected = client.create(large).await.expect_err("a control character");
@@ -417,15 +422,14 @@ async fn spans_are_the_callers_children_and_nothing_secret_leaves_the_process() 
     tokio::task::spawn_blocking(|| telemetry.flush()).await.expect("no panic");
 
     let spans = collector.spans();
-    let created = spans.iter().find(|s| s.name == "Create").expect("it was exported");
-    assert_eq!(hex::encode(&created.trace_id), "0af7651916cd43dd8448eb211c80319c");
-    assert_eq!(hex::encode(&created.parent_span_id), "b7ad6b7169203331");
-    let failed = spans.iter().find(|s| s.name == "Get").expect("it was exported");
+    let of = |name: &str, trace: &str| spans.iter().find(|s| s.name == name && hex::encode(&s.trace_id) == trace).expect("it was exported");
+    assert_eq!(hex::encode(&of("Create", traced_create).parent_span_id), "b7ad6b7169203331");
+    let failed = of("Get", traced_get);
     assert_eq!(failed.status.as_ref().map(|s| s.code), Some(2), "{failed:?}");
 
     let log = String::from_utf8(lines.0.lock().expect("no writer panics").clone()).expect("text");
     assert!(log.contains(r#""code":"FAILED_PRECONDITION","reason":"BRIDGE_MISSING","host":"hv1""#), "{log}");
-    assert!(log.contains("0af7651916cd43dd8448eb211c80319c"), "{log}");
+    assert!(log.contains(traced_create), "{log}");
     for text in [log, format!("{spans:?}"), format!("{status:?}"), format!("{rejected:?}")] {
         assert!(!text.contains(SENTINEL), "{text}");
     }

@@ -134,7 +134,7 @@ impl Lab {
 
     fn up(id: &str) -> Self {
         let up = Path::new(env!("CARGO_MANIFEST_DIR")).join("lab/up");
-        let status = Command::new(&up).args(["--id", id, "--hosts", "3"]).stdin(Stdio::null()).status();
+        let status = Command::new(&up).args(["--id", id, "--hosts", "4"]).stdin(Stdio::null()).status();
         assert!(status.is_ok_and(|s| s.success()), "{} failed", up.display());
         Self::read(Path::new(&format!("/run/kvm2-lab/{id}")))
     }
@@ -152,7 +152,7 @@ impl Lab {
     }
 
     pub fn host(&self, name: &str) -> &Host {
-        self.hosts.iter().find(|h| h.name == name).unwrap_or_else(|| panic!("the lab has no {name}; bring it up with --hosts 3"))
+        self.hosts.iter().find(|h| h.name == name).unwrap_or_else(|| panic!("the lab has no {name}; bring it up with --hosts 4"))
     }
 
     /// An image by the name of its variant, built on demand.

@@ -42,7 +42,7 @@ pub(super) async fn lacks(case: &Case, daemon: &lab_tests::Daemon, reason: Reaso
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_sound_host_is_reachable_and_described() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("sound", &[BROKEN]) else { return };
     let daemon = case.daemon(case.entry()).await;
     let row = row(&daemon.clients()).await;
@@ -55,7 +55,7 @@ async fn a_sound_host_is_reachable_and_described() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_libvirtd_that_takes_the_connection_and_never_answers_is_told_from_a_host_that_is_away() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("hung", &[BROKEN]) else { return };
     let daemon = case.daemon(case.entry().set("budgets", serde_json::json!({ "dial": "3s" }))).await;
     let clients = daemon.clients();
@@ -82,7 +82,7 @@ async fn a_libvirtd_that_takes_the_connection_and_never_answers_is_told_from_a_h
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_missing_bridge_is_found_by_check_and_by_create_before_anything_is_made() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("bridge", &[BROKEN]) else { return };
     let entry = || case.entry().host_set(BROKEN, "bridge", "br9");
     {
@@ -104,7 +104,7 @@ async fn a_missing_bridge_is_found_by_check_and_by_create_before_anything_is_mad
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pool_that_does_not_exist_is_named_by_create_and_check() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("nopool", &[BROKEN]) else { return };
     let daemon = case.daemon(case.entry().host_set(BROKEN, "pool", "elsewhere")).await;
     lacks(&case, &daemon, Reason::PoolNotFound, CheckReason::PoolNotFound).await;
@@ -112,7 +112,7 @@ async fn a_pool_that_does_not_exist_is_named_by_create_and_check() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pool_that_is_not_active_is_named_by_create_and_check() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("inactive", &[BROKEN]) else { return };
     // a libvirtd that was restarted takes a pool whose directory exists for active; fails where it is not
     let _ = case.host(BROKEN).try_virsh(&["pool-destroy", "inactive"]);
@@ -122,7 +122,7 @@ async fn a_pool_that_is_not_active_is_named_by_create_and_check() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pool_without_room_is_quota_with_numbers_and_check_shows_the_same() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("space", &[BROKEN]) else { return };
     let daemon = case.daemon(case.entry().host_set(BROKEN, "pool", "small")).await;
     let clients = daemon.clients();
@@ -138,7 +138,7 @@ async fn a_pool_without_room_is_quota_with_numbers_and_check_shows_the_same() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_host_without_kvm_is_found_by_check_and_by_create_before_anything_is_made() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("kvm", &[BROKEN]) else { return };
     let daemon = case.daemon(case.entry().set("virtType", "kvm")).await;
     lacks(&case, &daemon, Reason::KvmUnavailable, CheckReason::KvmUnavailable).await;
@@ -146,7 +146,7 @@ async fn a_host_without_kvm_is_found_by_check_and_by_create_before_anything_is_m
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unknown_machine_is_found_by_check_and_by_create_before_anything_is_made() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("machine", &[BROKEN]) else { return };
     let daemon = case.daemon(case.entry().set("machine", "pdp11")).await;
     lacks(&case, &daemon, Reason::MachineUnsupported, CheckReason::MachineUnsupported).await;
@@ -154,7 +154,7 @@ async fn an_unknown_machine_is_found_by_check_and_by_create_before_anything_is_m
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_host_without_uefi_firmware_is_found_by_check_and_by_create_before_anything_is_made() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("firmware", &[BROKEN]) else { return };
     let _none = Broken::by(case.host(BROKEN), &["firmware", "none"], &["firmware", "plain"]);
     let daemon = case.daemon(case.entry().image_set("tiny", "firmware", "uefi")).await;
@@ -166,7 +166,7 @@ async fn a_host_without_uefi_firmware_is_found_by_check_and_by_create_before_any
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_grew_behind_libvirts_back_and_what_only_root_could_use_is_offered_by_neither_create_nor_check() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("reserve", &[BROKEN]) else { return };
     let broken = case.host(BROKEN);
     let daemon = case.daemon(case.entry().host_set(BROKEN, "pool", "small")).await;
@@ -192,7 +192,7 @@ async fn what_grew_behind_libvirts_back_and_what_only_root_could_use_is_offered_
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_guest_paused_by_a_full_pool_is_reported_so_and_neither_resumed_nor_destroyed() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("enospc", &[BROKEN]) else { return };
     let broken = case.host(BROKEN);
     let image = ScratchImage::that_writes(case.dir(), "w.raw");
@@ -237,7 +237,7 @@ async fn a_guest_paused_by_a_full_pool_is_reported_so_and_neither_resumed_nor_de
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_host_key_that_is_unknown_changed_or_revoked_is_refused_with_its_own_reason() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("hostkey", &[BROKEN]) else { return };
     let broken = case.host(BROKEN);
     let at = format!("[{}]:{} ", broken.address, broken.port);
@@ -269,7 +269,7 @@ async fn a_host_key_that_is_unknown_changed_or_revoked_is_refused_with_its_own_r
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_key_that_the_host_refuses_is_permanent_and_a_rotated_one_works_without_a_restart() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("key", &[BROKEN]) else { return };
     let key = lab_tests::tools::ssh_key(case.dir(), "key");
     let daemon = case.daemon(case.entry().set("sshKeyFile", key.to_string_lossy().as_ref())).await;
@@ -282,7 +282,7 @@ async fn a_key_that_the_host_refuses_is_permanent_and_a_rotated_one_works_withou
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_socket_that_is_missing_or_forbidden_says_so() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("socket", &[BROKEN]) else { return };
     let broken = case.host(BROKEN);
     let exec = broken.exec_user.clone();
@@ -304,7 +304,7 @@ async fn a_socket_that_is_missing_or_forbidden_says_so() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_restarted_libvirtd_costs_at_most_one_call() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("restart", &[BROKEN]) else { return };
     let daemon = case.daemon(case.entry()).await;
     let clients = daemon.clients();
@@ -324,7 +324,7 @@ async fn a_restarted_libvirtd_costs_at_most_one_call() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_host_that_is_cut_off_and_comes_back_is_used_again() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("cut", &[BROKEN]) else { return };
     let broken = case.host(BROKEN);
     let proxy = FaultProxy::to(format!("{}:{}", broken.address, broken.port)).await;
@@ -352,7 +352,7 @@ async fn a_host_that_is_cut_off_and_comes_back_is_used_again() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_host_that_falls_silent_in_an_upload_releases_its_callers_and_delays_no_other_host() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("silent", &[BROKEN, SOUND]) else { return };
     let broken = case.host(BROKEN);
     let proxy = FaultProxy::to(format!("{}:{}", broken.address, broken.port)).await;
@@ -408,7 +408,7 @@ async fn a_host_that_falls_silent_in_an_upload_releases_its_callers_and_delays_n
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_host_that_reads_nothing_of_an_unfinished_instance_is_listed_as_a_gap() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("gap", &[SOUND, BROKEN]) else { return };
     let broken = case.host(BROKEN);
     let proxy = FaultProxy::to(format!("{}:{}", broken.address, broken.port)).await;
@@ -428,7 +428,7 @@ async fn a_host_that_reads_nothing_of_an_unfinished_instance_is_listed_as_a_gap(
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_link_cut_in_the_middle_of_a_listing_fails_it_or_is_a_gap_and_never_shortens_it() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("cutlist", &[BROKEN]) else { return };
     let broken = case.host(BROKEN);
     let proxy = FaultProxy::to(format!("{}:{}", broken.address, broken.port)).await;
@@ -483,7 +483,7 @@ async fn a_link_cut_in_the_middle_of_a_listing_fails_it_or_is_a_gap_and_never_sh
 
 #[tokio::test(flavor = "multi_thread")]
 async fn checks_and_failures_leave_no_thread_descriptor_or_session() {
-    let _turn = alone().await;
+    let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("leak", &[BROKEN]) else { return };
     let broken: &Host = case.host(BROKEN);
     let daemon = case.daemon(case.entry()).await;

@@ -12,7 +12,7 @@ use lab_tests::{Case, Clients, Refusal, eventually, refused};
 use tonic::Status;
 
 use crate::faults::{id, lacks, row};
-use crate::{BROKEN, alone};
+use crate::{BROKEN_TOO, alone};
 
 /// Only ends a test that would hang.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -32,12 +32,12 @@ async fn call_on<F: Future<Output = Result<(), Status>>>(stop: Arc<AtomicBool>, 
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_libvirtd_that_restarts_over_and_over_fails_calls_only_transiently_and_one_at_most_afterwards() {
-    let _turn = alone().await;
-    let Some(case) = Case::start("loop", &[BROKEN]) else { return };
+    let _turn = alone(BROKEN_TOO).await;
+    let Some(case) = Case::start("loop", &[BROKEN_TOO]) else { return };
     let daemon = case.daemon(case.entry()).await;
     let clients = daemon.clients();
     let (steady, coming) = (case.vm("steady"), case.vm("coming"));
-    clients.create(case.request(&steady, BROKEN)).await.expect("created");
+    clients.create(case.request(&steady, BROKEN_TOO)).await.expect("created");
     let stop = Arc::new(AtomicBool::new(false));
     let get = |clients: &Clients| {
         let (clients, vm) = (clients.clone(), steady.clone());
@@ -62,7 +62,7 @@ async fn a_libvirtd_that_restarts_over_and_over_fails_calls_only_transiently_and
         }
     }));
     let making = tokio::spawn(call_on(stop.clone(), {
-        let (clients, vm, request) = (clients.clone(), coming.clone(), case.request(&coming, BROKEN));
+        let (clients, vm, request) = (clients.clone(), coming.clone(), case.request(&coming, BROKEN_TOO));
         move || {
             let (clients, vm, request) = (clients.clone(), vm.clone(), request.clone());
             async move {
@@ -72,7 +72,7 @@ async fn a_libvirtd_that_restarts_over_and_over_fails_calls_only_transiently_and
         }
     }));
     for round in 0..4 {
-        let host = case.host(BROKEN).clone();
+        let host = case.host(BROKEN_TOO).clone();
         let restarted = tokio::task::spawn_blocking(move || {
             if round % 2 == 0 {
                 host.act(&["restart-libvirtd"]);
@@ -92,18 +92,18 @@ async fn a_libvirtd_that_restarts_over_and_over_fails_calls_only_transiently_and
         let failures = caller.await.unwrap_or_else(|e| panic!("{what}: {e}"));
         assert!(!failures.contains_key(Reason::Internal.wire_name()), "{what}: {failures:?}");
     }
-    clients.create(case.request(&coming, BROKEN)).await.expect("created");
+    clients.create(case.request(&coming, BROKEN_TOO)).await.expect("created");
     for vm in [&steady, &coming] {
         clients.delete_by_key(vm, &uid_of(vm)).await.expect("deleted");
     }
-    assert_eq!(case.left(BROKEN), Vec::<String>::new());
+    assert_eq!(case.left(BROKEN_TOO), Vec::<String>::new());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_libvirtd_that_speaks_german_gets_the_same_reasons() {
-    let _turn = alone().await;
-    let Some(case) = Case::start("german", &[BROKEN]) else { return };
-    let broken = case.host(BROKEN);
+    let _turn = alone(BROKEN_TOO).await;
+    let Some(case) = Case::start("german", &[BROKEN_TOO]) else { return };
+    let broken = case.host(BROKEN_TOO);
     let _german = Broken::by(broken, &["libvirtd-locale", "de_DE.UTF-8"], &["libvirtd-locale", "C"]);
     let said = broken.try_virsh(&["pool-info", "absent"]).expect_err("no such pool");
     assert!(said.contains("nicht gefunden"), "the host does not speak German: {said}");
@@ -112,15 +112,15 @@ async fn a_libvirtd_that_speaks_german_gets_the_same_reasons() {
     let clients = daemon.clients();
     let (vm, waiting, blocked) = (case.vm("a"), case.vm("waiting"), case.vm("blocked"));
     refused(clients.get(&id(&vm), "").await, Reason::InstanceNotFound);
-    clients.create(case.request(&vm, BROKEN)).await.expect("created");
+    clients.create(case.request(&vm, BROKEN_TOO)).await.expect("created");
     let file = broken.volume_path("default", &format!("{blocked}.qcow2"));
     std::fs::write(&file, b"somebody's data").expect("placing a file");
-    refused(clients.create(case.request(&blocked, BROKEN)).await, Reason::VolumeConflict);
+    refused(clients.create(case.request(&blocked, BROKEN_TOO)).await, Reason::VolumeConflict);
 
     // a pool that is busy is busy in every language
     let held = Broken::by(broken, &["hold-volumes"], &["release-volumes"]);
     let create = |vm: &str| {
-        let (clients, request) = (clients.clone(), case.request(vm, BROKEN));
+        let (clients, request) = (clients.clone(), case.request(vm, BROKEN_TOO));
         tokio::spawn(async move { clients.create(request).await })
     };
     let first = create(&case.vm("first"));
@@ -139,33 +139,33 @@ async fn a_libvirtd_that_speaks_german_gets_the_same_reasons() {
         creating.await.expect("the caller's task").expect("created");
     }
     broken.virsh(&["pool-destroy", "default"]);
-    let refusal = clients.create(case.request(&case.vm("b"), BROKEN)).await;
+    let refusal = clients.create(case.request(&case.vm("b"), BROKEN_TOO)).await;
     broken.virsh(&["pool-start", "default"]);
     refused(refusal, Reason::PoolNotActive);
 
     let entries = [
-        ("pool", case.entry().host_set(BROKEN, "pool", "elsewhere"), Reason::PoolNotFound),
+        ("pool", case.entry().host_set(BROKEN_TOO, "pool", "elsewhere"), Reason::PoolNotFound),
         ("kvm", case.entry().set("virtType", "kvm"), Reason::KvmUnavailable),
         ("machine", case.entry().set("machine", "pdp11"), Reason::MachineUnsupported),
-        ("bridge", case.entry().host_set(BROKEN, "bridge", "br9"), Reason::BridgeMissing),
-        ("space", case.entry().host_set(BROKEN, "pool", "small"), Reason::PoolSpace),
+        ("bridge", case.entry().host_set(BROKEN_TOO, "bridge", "br9"), Reason::BridgeMissing),
+        ("space", case.entry().host_set(BROKEN_TOO, "pool", "small"), Reason::PoolSpace),
     ];
     for (dir, entry, reason) in entries {
         let daemon = case.daemon_in(dir, entry).await;
-        refused(daemon.clients().create(case.request(&case.vm("never"), BROKEN)).await, reason);
+        refused(daemon.clients().create(case.request(&case.vm("never"), BROKEN_TOO)).await, reason);
         assert!(!broken.domains().contains(&case.vm("never")), "{dir}");
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_missing_bridge_is_found_before_anything_is_made_where_libvirt_shows_interfaces() {
-    let _turn = alone().await;
-    let Some(case) = Case::start("ifdriver", &[BROKEN]) else { return };
-    let _driver = Broken::by(case.host(BROKEN), &["interface-driver", "on"], &["interface-driver", "off"]);
+    let _turn = alone(BROKEN_TOO).await;
+    let Some(case) = Case::start("ifdriver", &[BROKEN_TOO]) else { return };
+    let _driver = Broken::by(case.host(BROKEN_TOO), &["interface-driver", "on"], &["interface-driver", "off"]);
     // the account has no shell: libvirt alone can tell
-    let daemon = case.daemon(case.entry().host_set(BROKEN, "bridge", "br9")).await;
+    let daemon = case.daemon(case.entry().host_set(BROKEN_TOO, "bridge", "br9")).await;
     lacks(&case, &daemon, Reason::BridgeMissing, CheckReason::BridgeMissing).await;
     let daemon = case.daemon_in("sound", case.entry()).await;
     assert_eq!(row(&daemon.clients()).await.reason(), CheckReason::Reachable);
-    daemon.clients().create(case.request(&case.vm("a"), BROKEN)).await.expect("created");
+    daemon.clients().create(case.request(&case.vm("a"), BROKEN_TOO)).await.expect("created");
 }

@@ -45,15 +45,18 @@ async fn a_caller_that_goes_away_at_any_moment_costs_nobody_anything() {
 
     let millis: &[u64] = if is_full() { &[1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 120, 200, 300, 500, 800, 1300] } else { &[1, 20, 100, 300] };
     let mut tries = Vec::new();
-    for (n, millis) in millis.iter().enumerate() {
+    for millis in millis {
         for goes in [Goes::Deadline, Goes::Away] {
-            let (case, clients, vm) = (case.clone(), daemon.clients(), case.vm(&format!("{goes:?}{n}").to_lowercase()));
-            let after = Duration::from_millis(*millis);
-            tries.push((format!("{goes:?} after {millis} ms"), async move { leave(&case, &clients, &vm, after, goes).await }));
+            let (case, clients, after) = (case.clone(), daemon.clients(), Duration::from_millis(*millis));
+            let work = move |n| {
+                let (case, clients, vm) = (case.clone(), clients.clone(), case.vm(&format!("{goes:?}{n}").to_lowercase()));
+                async move { leave(&case, &clients, &vm, after, goes).await }
+            };
+            tries.push((format!("{goes:?} after {millis} ms"), work));
         }
     }
     let mut summary = Summary::of("leave");
-    run_all(&mut summary, AT_A_TIME, tries).await;
+    run_all(&mut summary, AT_A_TIME, &[case.host(HOST)], tries).await;
     let mut others = Outcome::default();
     bystander.close(&mut others).await;
     if proxy.counts().connections != connections {
@@ -110,12 +113,12 @@ async fn a_delete_wins_over_a_create_wherever_that_is() {
     if !is_full() {
         points.retain(|p| ["create.after_define", "create.in_seed_upload", "create.before_ready", "publish.in_body"].contains(&p.as_str()));
     }
-    let tries = points.into_iter().enumerate().map(|(n, point)| {
-        let work = delete_at(case.clone(), program.clone(), n, point.clone(), steady.clone());
-        (point, work)
+    let tries = points.into_iter().map(|point| {
+        let (case, program, steady) = (case.clone(), program.clone(), steady.clone());
+        (point.clone(), move |n| delete_at(case.clone(), program.clone(), n, point.clone(), steady.clone()))
     });
     let mut summary = Summary::of("delete");
-    run_all(&mut summary, AT_A_TIME, tries.collect()).await;
+    run_all(&mut summary, AT_A_TIME, &[case.host(HOST)], tries.collect()).await;
     drop(case);
     running.leave(&mut summary).await;
     summary.close();

@@ -6,9 +6,8 @@ use std::time::{Duration, Instant};
 use egress_provider_proto::v1::ErrorClass;
 use lab_tests::case::{request, uid_of};
 use lab_tests::counters::DaemonCounts;
-use lab_tests::lab::Host;
 use lab_tests::summary::is_full;
-use lab_tests::{Case, Clients, Daemon, Fault, FaultProxy, Hold, Outcome, Places, Refusal, Summary, eventually, failpoints};
+use lab_tests::{Case, Clients, Daemon, Fault, FaultProxy, Hold, Outcome, Places, Refusal, Summary, eventually, failpoints, lockup};
 use serde_json::json;
 use tonic::Status;
 
@@ -122,7 +121,7 @@ async fn one(bench: &Bench<'_>, clients: &Clients, n: usize, point: &str, fault:
         answered(&mut outcome, "the call", call).await;
     }
     if IN_UPLOAD.contains(&point) {
-        mend(host, point);
+        lockup::mended(host, Instant::now());
     }
     // somebody else on that link: the next call has a new one
     let (steady, steady_uid, uid) = (format!("hosts/{HOST}/domains/{}", bench.steady), uid_of(bench.steady), uid_of(&vm));
@@ -162,14 +161,5 @@ async fn answered(outcome: &mut Outcome, what: &str, call: tokio::task::JoinHand
                 outcome.wrong.push(format!("{what}: {refusal:?}"));
             }
         }
-    }
-}
-
-/// What an administrator has to do with a libvirtd that locked itself up.
-fn mend(host: &Host, point: &str) {
-    if !host.libvirtd_answers() {
-        eprintln!("lost: libvirtd locked itself up at {point}; restarting it");
-        host.act(&["kill-libvirtd"]);
-        host.act(&["start-libvirtd"]);
     }
 }

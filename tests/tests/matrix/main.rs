@@ -1,7 +1,8 @@
 //! Matrices of faults against the lab: each place crossed with each thing that can happen there.
 //!
 //! `tests/run` tries some points that stand for the others, `tests/matrix` all of them; each module ends with a line per
-//! try in the summary. `crash` and `cancel` keep to hv2, whatever breaks a host to hv1 and takes its turn.
+//! try in the summary. `crash` and `pair` kill daemons, for which libvirtd may lock itself up, and keep to hv3; whatever
+//! breaks a host keeps to hv1 and takes its turn; the rest is on hv2.
 
 mod bystander;
 mod cancel;

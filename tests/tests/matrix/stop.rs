@@ -43,12 +43,12 @@ async fn a_daemon_that_is_told_to_stop_while_a_host_is_silent_ends_within_its_ti
         tries.extend([(Busy::Idle, Fault::Stall), (Busy::Call, Fault::Stall), (Busy::Close, Fault::Stall)]);
         tries.extend([(Busy::Idle, Fault::HalfOpen), (Busy::Call, Fault::HalfOpen), (Busy::Close, Fault::HalfOpen)]);
     }
-    let tries = tries
-        .into_iter()
-        .enumerate()
-        .map(|(n, (busy, fault))| (format!("{fault:?} while {busy:?}"), stop(case.clone(), program.clone(), n, busy, fault)));
+    let tries = tries.into_iter().map(|(busy, fault)| {
+        let (case, program) = (case.clone(), program.clone());
+        (format!("{fault:?} while {busy:?}"), move |n| stop(case.clone(), program.clone(), n, busy, fault))
+    });
     let mut summary = Summary::of("stop");
-    run_all(&mut summary, AT_A_TIME, tries.collect()).await;
+    run_all(&mut summary, AT_A_TIME, &[case.host(HOST)], tries.collect()).await;
     drop(case);
     running.leave(&mut summary).await;
     summary.close();

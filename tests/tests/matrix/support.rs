@@ -3,12 +3,12 @@
 use std::collections::BTreeSet;
 use std::future::Future;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use egress_provider_proto::v1::{ErrorClass, ListByTagResponse};
 use lab_tests::lab::Host;
 use lab_tests::scratch::sha256_of;
-use lab_tests::{Case, Clients, Outcome, Refusal, Summary};
+use lab_tests::{Case, Clients, Outcome, Refusal, Summary, lockup};
 use tokio::sync::{Mutex, MutexGuard, Semaphore};
 use tokio::task::JoinSet;
 use tonic::Status;
@@ -17,6 +17,10 @@ use tonic::Status;
 pub(crate) const AT_A_TIME: usize = 4;
 /// Longest that a try may take. It only tells what is stuck.
 const LIMIT: Duration = Duration::from_secs(240);
+/// Of a try that a lock-up of libvirtd came between.
+const ATTEMPTS: usize = 3;
+/// Added to a try's number for each further attempt.
+const ANOTHER: usize = 1000;
 
 /// Between two tries of a caller that may come again.
 const PAUSE: Duration = Duration::from_millis(200);
@@ -28,28 +32,49 @@ pub(crate) async fn in_turn() -> MutexGuard<'static, ()> {
 }
 
 /// Runs all tries, some at a time, and notes how each ended; one that does not end is stuck.
-pub(crate) async fn run_all<F>(summary: &mut Summary, at_a_time: usize, tries: Vec<(String, F)>)
+///
+/// A try makes its names from the number that it is given. One that went wrong while libvirtd of a host was locked up is
+/// made once more, with another number: others of them kill daemons in an upload.
+pub(crate) async fn run_all<W, F>(summary: &mut Summary, at_a_time: usize, hosts: &[&Host], tries: Vec<(String, W)>)
 where
+    W: Fn(usize) -> F,
     F: Future<Output = Outcome> + Send + 'static,
 {
-    let places = Arc::new(Semaphore::new(at_a_time));
-    let mut running = JoinSet::new();
-    for (point, work) in tries {
-        let places = places.clone();
-        running.spawn(async move {
-            let _place = places.acquire_owned().await.expect("nobody closes it");
-            let outcome = match tokio::time::timeout(LIMIT, tokio::spawn(work)).await {
-                Ok(Ok(outcome)) => outcome,
-                Ok(Err(e)) => Outcome::wrong(format!("panicked: {e}")),
-                Err(_) => Outcome { stuck: vec![format!("not over within {LIMIT:?}")], ..Outcome::default() },
-            };
-            (point, outcome)
-        });
+    let mut turn: Vec<_> = (0..tries.len()).collect();
+    for again in 0..ATTEMPTS {
+        let places = Arc::new(Semaphore::new(at_a_time));
+        let mut running = JoinSet::new();
+        for n in std::mem::take(&mut turn) {
+            let (places, work) = (places.clone(), tries[n].1(again * ANOTHER + n));
+            running.spawn(async move {
+                let _place = places.acquire_owned().await.expect("nobody closes it");
+                let began = Instant::now();
+                let outcome = match tokio::time::timeout(LIMIT, tokio::spawn(work)).await {
+                    Ok(Ok(outcome)) => outcome,
+                    Ok(Err(e)) => Outcome::wrong(format!("panicked: {e}")),
+                    Err(_) => Outcome { stuck: vec![format!("not over within {LIMIT:?}")], ..Outcome::default() },
+                };
+                (n, began, outcome)
+            });
+        }
+        while let Some(done) = running.join_next().await {
+            let (n, began, outcome) = done.expect("a try's panic is caught");
+            let point = &tries[n].0;
+            if !outcome.is_good() && again + 1 < ATTEMPTS && any_locked_up(hosts, began) {
+                eprintln!("{point}: once more, after a lock-up: {outcome:?}");
+                turn.push(n);
+            } else {
+                summary.add(point, outcome);
+            }
+        }
     }
-    while let Some(done) = running.join_next().await {
-        let (point, outcome) = done.expect("a try's panic is caught");
-        summary.add(point, outcome);
-    }
+    // not left to the next
+    any_locked_up(hosts, Instant::now());
+}
+
+/// Restarts each libvirtd that is locked up. Whether one was, since then.
+fn any_locked_up(hosts: &[&Host], since: Instant) -> bool {
+    tokio::task::block_in_place(|| hosts.iter().filter(|host| lockup::mended(host, since)).count() > 0)
 }
 
 /// What of one entry and of one VM lies on a host.
