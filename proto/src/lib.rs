@@ -12,8 +12,11 @@
 //! ([`v1::ErrorReason::grpc_code`]), and a `Debug` without secrets for the messages that carry some.
 //! The crate knows nothing of a hypervisor or of Kubernetes.
 
+mod code;
 mod error_reason;
 mod redact;
+
+pub use code::code_name;
 
 /// Messages, clients and servers.
 pub mod v1 {

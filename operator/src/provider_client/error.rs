@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use egress_provider_proto::code_name;
 use egress_provider_proto::v1::{ErrorClass, ErrorReason};
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
@@ -55,7 +56,7 @@ impl ProviderError {
         let info = details.error_info();
         let ours = info.filter(|info| info.domain == egress_provider_proto::ERROR_DOMAIN);
         let known = ours.and_then(|info| ErrorReason::from_wire_name(&info.reason));
-        let reason = ours.map_or_else(|| code_name(status.code()).to_owned(), |info| clean(&info.reason, 63));
+        let reason = ours.map_or_else(|| reason_of(status.code()).to_owned(), |info| clean(&info.reason, 63));
         Self {
             code: status.code(),
             reason,
@@ -110,26 +111,12 @@ impl ProviderError {
     }
 }
 
-/// The name of a code, as a reason is written.
-fn code_name(code: Code) -> &'static str {
+/// The reason of an error that has none.
+fn reason_of(code: Code) -> &'static str {
     match code {
-        Code::Ok => "OK",
-        Code::Cancelled => "CANCELLED",
-        Code::Unknown => "UNKNOWN",
-        Code::InvalidArgument => "INVALID_ARGUMENT",
-        Code::DeadlineExceeded => "DEADLINE_EXCEEDED",
-        Code::NotFound => "NOT_FOUND",
-        Code::AlreadyExists => "ALREADY_EXISTS",
-        Code::PermissionDenied => "PERMISSION_DENIED",
-        Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
-        Code::FailedPrecondition => "FAILED_PRECONDITION",
-        Code::Aborted => "ABORTED",
-        Code::OutOfRange => "OUT_OF_RANGE",
-        Code::Unimplemented => "UNIMPLEMENTED",
-        Code::Internal => "INTERNAL",
+        // of the provider's, where conditions speak of proxies
         Code::Unavailable => "PROVIDER_UNAVAILABLE",
-        Code::DataLoss => "DATA_LOSS",
-        Code::Unauthenticated => "UNAUTHENTICATED",
+        other => code_name(other),
     }
 }
 

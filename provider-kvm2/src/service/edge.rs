@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use egress_provider_proto::code_name;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use http::{Request, Response};
@@ -183,11 +184,11 @@ fn status_of(response: &Response<Body>) -> Option<Status> {
 fn report(answer: &Response<Body>, method: &'static str, metrics: &Metrics, took: Duration) {
     let status = status_of(answer).filter(|s| s.code() != Code::Ok);
     let Some(status) = status else {
-        metrics.rpc(method, status::code_label(Code::Ok), "", took);
+        metrics.rpc(method, code_name(Code::Ok), "", took);
         tracing::debug!(method, code = "OK", ?took, "rpc answered");
         return;
     };
-    let code = status::code_label(status.code());
+    let code = code_name(status.code());
     let details = status.get_error_details();
     let info = details.error_info();
     let reason = info.and_then(|i| Reason::from_wire_name(&i.reason)).map_or("", Reason::wire_name);

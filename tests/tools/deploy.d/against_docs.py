@@ -15,8 +15,9 @@ def _reasons(ctx):
     for path in sorted((ctx.root / OPERATOR / "provider_client").glob("*.rs")) + [ctx.root / OPERATOR / "reconcile/act.rs"]:
         text = ctx.source(path.relative_to(ctx.root))
         found |= {_camel(r) for r in re.findall(r'ProviderError::local\([^"\n]*?"([A-Z_]+)"', text)}
-    names = ctx.source(f"{OPERATOR}/provider_client/error.rs")
-    found |= {_camel(r) for r in re.findall(r'Code::\w+ => "([A-Z_]+)"', names)} - {"Ok"}
+    codes = ctx.source("proto/src/code.rs"), ctx.source(f"{OPERATOR}/provider_client/error.rs")
+    named, renamed = [dict(re.findall(r'Code::(\w+) => "([A-Z_]+)"', text)) for text in codes]
+    found |= {_camel(r) for r in (named | renamed).values()} - {"Ok"}
     # the provider's words for a state, and the rows of a Check
     proto = ctx.read("proto/egressproxies/provider/v1/provider.proto")
     for prefix in ("STATE_REASON_", "CHECK_REASON_"):
