@@ -8,6 +8,7 @@ use crate::cleanup::Cleanup;
 use crate::clients::seconds;
 use crate::daemon::Daemon;
 use crate::lab::{Host, Lab};
+use crate::limit::Place;
 use crate::providers_file::{EntryFile, ProvidersFile};
 
 /// How long a Create of a test may take before it is answered as unfinished.
@@ -20,19 +21,22 @@ pub struct Case {
     hosts: Vec<String>,
     pub lab: Lab,
     dir: tempfile::TempDir,
+    // dropped in this order: the place goes when the hosts are clean
     _cleanup: Cleanup,
+    _place: Place,
 }
 
 impl Case {
-    /// None, and a line that says why, where there is no lab. `name` is short and made of letters
+    /// None, and a line that says why, where there is no lab. Waits while too many others work. `name` is short and made of letters
     /// and digits, so that no case's names begin with another's. Only `hosts` are used, and swept.
     pub fn start(name: &'static str, hosts: &[&str]) -> Option<Self> {
         assert!(name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit()), "{name}");
         let lab = Lab::attach(name)?;
+        let place = Place::take();
         let dir = tempfile::Builder::new().prefix(&format!("kt-{name}-")).tempdir().expect("a temporary directory");
         let cleanup = Cleanup::of(hosts.iter().map(|h| lab.host(h).clone()).collect(), &format!("kt-{name}-"), &format!("kt-{name}"));
         let hosts = hosts.iter().map(|h| (*h).to_owned()).collect();
-        Some(Self { name, hosts, lab, dir, _cleanup: cleanup })
+        Some(Self { name, hosts, lab, dir, _cleanup: cleanup, _place: place })
     }
 
     /// The test's own provider entry on its hosts.

@@ -24,6 +24,7 @@ pub mod failpoints;
 pub mod fault_proxy;
 pub mod image_server;
 pub mod lab;
+mod limit;
 pub mod lockup;
 pub mod poll;
 pub mod providers_file;

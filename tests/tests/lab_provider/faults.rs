@@ -17,27 +17,27 @@ const SOUND: &str = "hv2";
 /// Only ends a test that would hang.
 const LIMIT: Duration = Duration::from_secs(60);
 
-pub(super) fn id(vm: &str) -> String {
-    format!("hosts/{BROKEN}/domains/{vm}")
+pub(super) fn id(host: &str, vm: &str) -> String {
+    format!("hosts/{host}/domains/{vm}")
 }
 
-pub(super) async fn row(clients: &Clients) -> HostCheck {
+pub(super) async fn row(host: &str, clients: &Clients) -> HostCheck {
     let check = clients.check().await.expect("check never fails for a host");
-    let row = check.hosts.into_iter().find(|h| h.host == BROKEN).expect("a row for the host");
+    let row = check.hosts.into_iter().find(|h| h.host == host).expect("a row for the host");
     assert_eq!(row.healthy, row.reason() == CheckReason::Reachable, "{row:?}");
     assert!(row.healthy || !(row.message.is_empty() || row.remediation.is_empty()), "what to do: {row:?}");
     row
 }
 
 /// Create and Check agree on a host that lacks something, and nothing is made.
-pub(super) async fn lacks(case: &Case, daemon: &lab_tests::Daemon, reason: Reason, check: CheckReason) {
+pub(super) async fn lacks(host: &str, case: &Case, daemon: &lab_tests::Daemon, reason: Reason, check: CheckReason) {
     let clients = daemon.clients();
     let vm = case.vm("a");
-    refused(clients.create(case.request(&vm, BROKEN)).await, reason);
-    let row = row(&clients).await;
+    refused(clients.create(case.request(&vm, host)).await, reason);
+    let row = row(host, &clients).await;
     assert_eq!((row.reason(), row.error_reason.as_str()), (check, reason.wire_name()), "{row:?}");
-    assert_eq!(case.left(BROKEN), Vec::<String>::new());
-    assert_eq!(case.bases(BROKEN), Vec::<String>::new(), "nothing was pulled for it");
+    assert_eq!(case.left(host), Vec::<String>::new());
+    assert_eq!(case.bases(host), Vec::<String>::new(), "nothing was pulled for it");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -45,7 +45,7 @@ async fn a_sound_host_is_reachable_and_described() {
     let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("sound", &[BROKEN]) else { return };
     let daemon = case.daemon(case.entry()).await;
-    let row = row(&daemon.clients()).await;
+    let row = row(BROKEN, &daemon.clients()).await;
     assert_eq!(row.reason(), CheckReason::Reachable, "{row:?}");
     let details = row.details.expect("details");
     assert_eq!((details.user.as_str(), details.pool.as_str(), details.pool_state.as_str()), ("kvm2lab", "default", "running"));
@@ -89,14 +89,14 @@ async fn a_missing_bridge_is_found_by_check_and_by_create_before_anything_is_mad
         // an account with a shell can look at the host's interfaces
         let user = case.host(BROKEN).exec_user.as_str();
         let daemon = case.daemon_in("shell", entry().host_set(BROKEN, "user", user)).await;
-        lacks(&case, &daemon, Reason::BridgeMissing, CheckReason::BridgeMissing).await;
+        lacks(BROKEN, &case, &daemon, Reason::BridgeMissing, CheckReason::BridgeMissing).await;
     }
     let daemon = case.daemon(entry()).await;
     let clients = daemon.clients();
     let vm = case.vm("a");
     refused(clients.create(case.request(&vm, BROKEN)).await, Reason::BridgeMissing);
     assert!(!case.host(BROKEN).domains().contains(&vm), "a Create that cannot succeed leaves nothing");
-    let row = row(&clients).await;
+    let row = row(BROKEN, &clients).await;
     // where the account cannot look at interfaces, only a start can tell
     assert!(matches!(row.reason(), CheckReason::BridgeMissing | CheckReason::Reachable), "{row:?}");
     assert_eq!(case.left(BROKEN), Vec::<String>::new());
@@ -107,7 +107,7 @@ async fn a_pool_that_does_not_exist_is_named_by_create_and_check() {
     let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("nopool", &[BROKEN]) else { return };
     let daemon = case.daemon(case.entry().host_set(BROKEN, "pool", "elsewhere")).await;
-    lacks(&case, &daemon, Reason::PoolNotFound, CheckReason::PoolNotFound).await;
+    lacks(BROKEN, &case, &daemon, Reason::PoolNotFound, CheckReason::PoolNotFound).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -117,7 +117,7 @@ async fn a_pool_that_is_not_active_is_named_by_create_and_check() {
     // a libvirtd that was restarted takes a pool whose directory exists for active; fails where it is not
     let _ = case.host(BROKEN).try_virsh(&["pool-destroy", "inactive"]);
     let daemon = case.daemon(case.entry().host_set(BROKEN, "pool", "inactive")).await;
-    lacks(&case, &daemon, Reason::PoolNotActive, CheckReason::PoolNotActive).await;
+    lacks(BROKEN, &case, &daemon, Reason::PoolNotActive, CheckReason::PoolNotActive).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -130,7 +130,7 @@ async fn a_pool_without_room_is_quota_with_numbers_and_check_shows_the_same() {
     let number =
         |key: &str| refusal.metadata.get(key).and_then(|n| n.parse::<u64>().ok()).unwrap_or_else(|| panic!("{key} in {refusal:?}"));
     assert!(number("needed_bytes") > number("available_bytes"));
-    let row = row(&clients).await;
+    let row = row(BROKEN, &clients).await;
     let offered = number("available_bytes").saturating_sub(number("reserve_bytes"));
     assert_eq!(row.details.and_then(|d| d.pool_available_bytes), Some(offered));
     assert!(!case.host(BROKEN).domains().contains(&case.vm("a")));
@@ -141,7 +141,7 @@ async fn a_host_without_kvm_is_found_by_check_and_by_create_before_anything_is_m
     let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("kvm", &[BROKEN]) else { return };
     let daemon = case.daemon(case.entry().set("virtType", "kvm")).await;
-    lacks(&case, &daemon, Reason::KvmUnavailable, CheckReason::KvmUnavailable).await;
+    lacks(BROKEN, &case, &daemon, Reason::KvmUnavailable, CheckReason::KvmUnavailable).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -149,7 +149,7 @@ async fn an_unknown_machine_is_found_by_check_and_by_create_before_anything_is_m
     let _turn = alone(BROKEN).await;
     let Some(case) = Case::start("machine", &[BROKEN]) else { return };
     let daemon = case.daemon(case.entry().set("machine", "pdp11")).await;
-    lacks(&case, &daemon, Reason::MachineUnsupported, CheckReason::MachineUnsupported).await;
+    lacks(BROKEN, &case, &daemon, Reason::MachineUnsupported, CheckReason::MachineUnsupported).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -158,7 +158,7 @@ async fn a_host_without_uefi_firmware_is_found_by_check_and_by_create_before_any
     let Some(case) = Case::start("firmware", &[BROKEN]) else { return };
     let _none = Broken::by(case.host(BROKEN), &["firmware", "none"], &["firmware", "plain"]);
     let daemon = case.daemon(case.entry().image_set("tiny", "firmware", "uefi")).await;
-    lacks(&case, &daemon, Reason::FirmwareUnavailable, CheckReason::FirmwareUnavailable).await;
+    lacks(BROKEN, &case, &daemon, Reason::FirmwareUnavailable, CheckReason::FirmwareUnavailable).await;
     // it is the image that needs it
     let clients = daemon.clients();
     clients.create(request(&case.vm("bios"), BROKEN, "tiny-raw")).await.expect("a BIOS image needs none");
@@ -172,7 +172,7 @@ async fn what_grew_behind_libvirts_back_and_what_only_root_could_use_is_offered_
     let daemon = case.daemon(case.entry().host_set(BROKEN, "pool", "small")).await;
     let clients = daemon.clients();
     let shown = async || {
-        let details = row(&clients).await.details.expect("details");
+        let details = row(BROKEN, &clients).await.details.expect("details");
         (details.pool_available_bytes.expect("read"), details.pool_reserve_bytes)
     };
     let (before, _) = shown().await;
@@ -221,7 +221,7 @@ async fn a_guest_paused_by_a_full_pool_is_reported_so_and_neither_resumed_nor_de
     })
     .await;
 
-    let instance = clients.get(&id(&vm), &uid_of(&vm)).await.expect("read");
+    let instance = clients.get(&id(BROKEN, &vm), &uid_of(&vm)).await.expect("read");
     assert_eq!((instance.state(), instance.state_reason()), (InstanceState::Paused, StateReason::IoError), "{instance:?}");
     refused(clients.create(request(&vm, BROKEN, "writer")).await, Reason::PausedByAdmin);
     assert_eq!(broken.virsh(&["domstate", "--reason", &vm]).trim(), "paused (I/O error)");
@@ -229,9 +229,9 @@ async fn a_guest_paused_by_a_full_pool_is_reported_so_and_neither_resumed_nor_de
 
     drop(full);
     broken.virsh(&["resume", &vm]);
-    let instance = clients.get(&id(&vm), &uid_of(&vm)).await.expect("read");
+    let instance = clients.get(&id(BROKEN, &vm), &uid_of(&vm)).await.expect("read");
     assert_eq!(instance.state(), InstanceState::Provisioning, "{instance:?}");
-    clients.delete(&id(&vm), &uid_of(&vm)).await.expect("deleted");
+    clients.delete(&id(BROKEN, &vm), &uid_of(&vm)).await.expect("deleted");
     assert_eq!(case.left(BROKEN), Vec::<String>::new());
 }
 
@@ -254,8 +254,8 @@ async fn a_host_key_that_is_unknown_changed_or_revoked_is_refused_with_its_own_r
     ];
     for (dir, lines, reason) in cases {
         let daemon = case.daemon_in(dir, case.entry().known_hosts(lines)).await;
-        refused(daemon.clients().get(&id("x"), "").await, reason);
-        let row = row(&daemon.clients()).await;
+        refused(daemon.clients().get(&id(BROKEN, "x"), "").await, reason);
+        let row = row(BROKEN, &daemon.clients()).await;
         assert_eq!((row.reason(), row.error_reason.as_str()), (CheckReason::Unauthorized, reason.wire_name()), "{row:?}");
     }
     // one type of key is enough, whichever it is (L3)
@@ -263,7 +263,7 @@ async fn a_host_key_that_is_unknown_changed_or_revoked_is_refused_with_its_own_r
         let only: Vec<_> = lines(&at).into_iter().filter(|l| l.contains(kind)).collect();
         assert!(!only.is_empty(), "the lab has an {kind} key");
         let daemon = case.daemon_in(kind, case.entry().known_hosts(only)).await;
-        assert_eq!(row(&daemon.clients()).await.reason(), CheckReason::Reachable);
+        assert_eq!(row(BROKEN, &daemon.clients()).await.reason(), CheckReason::Reachable);
     }
 }
 
@@ -275,7 +275,7 @@ async fn a_key_that_the_host_refuses_is_permanent_and_a_rotated_one_works_withou
     let daemon = case.daemon(case.entry().set("sshKeyFile", key.to_string_lossy().as_ref())).await;
     let clients = daemon.clients();
     refused(clients.create(case.request(&case.vm("a"), BROKEN)).await, Reason::SshAuthRejected);
-    assert_eq!(row(&clients).await.reason(), CheckReason::Unauthorized);
+    assert_eq!(row(BROKEN, &clients).await.reason(), CheckReason::Unauthorized);
     std::fs::copy(&case.lab.id_ed25519, &key).expect("replacing the key");
     clients.create(case.request(&case.vm("a"), BROKEN)).await.expect("the new key is used");
 }
@@ -295,10 +295,10 @@ async fn a_socket_that_is_missing_or_forbidden_says_so() {
     for (dir, user, socket, reasons) in cases {
         let entry = case.entry().host_set(BROKEN, "user", user).host_set(BROKEN, "socket", socket);
         let daemon = case.daemon_in(dir, entry).await;
-        let status = daemon.clients().get(&id("x"), "").await.expect_err(dir);
+        let status = daemon.clients().get(&id(BROKEN, "x"), "").await.expect_err(dir);
         let refusal = lab_tests::Refusal::of(&status);
         assert!(reasons.contains(&refusal.reason), "{dir}: {refusal:?}");
-        assert_eq!(row(&daemon.clients()).await.reason(), CheckReason::Forbidden, "{dir}");
+        assert_eq!(row(BROKEN, &daemon.clients()).await.reason(), CheckReason::Forbidden, "{dir}");
     }
 }
 
@@ -313,13 +313,13 @@ async fn a_restarted_libvirtd_costs_at_most_one_call() {
     for round in 0..3 {
         case.host(BROKEN).act(&["restart-libvirtd"]);
         // the link may have been found dead only by this call
-        if let Err(status) = clients.get(&id(&vm), &uid_of(&vm)).await {
+        if let Err(status) = clients.get(&id(BROKEN, &vm), &uid_of(&vm)).await {
             let refusal = lab_tests::Refusal::of(&status);
             assert!(matches!(refusal.reason, Reason::LinkLost | Reason::LibvirtRestarting), "round {round}: {refusal:?}");
-            clients.get(&id(&vm), &uid_of(&vm)).await.unwrap_or_else(|e| panic!("round {round}: the second call: {e:?}"));
+            clients.get(&id(BROKEN, &vm), &uid_of(&vm)).await.unwrap_or_else(|e| panic!("round {round}: the second call: {e:?}"));
         }
     }
-    clients.delete(&id(&vm), &uid_of(&vm)).await.expect("deleted");
+    clients.delete(&id(BROKEN, &vm), &uid_of(&vm)).await.expect("deleted");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -336,7 +336,7 @@ async fn a_host_that_is_cut_off_and_comes_back_is_used_again() {
         proxy.set(fault);
         // a dead link is lost at the first call and unreachable from then on
         eventually("the host is unreachable", LIMIT, || async {
-            let status = clients.get(&id(&vm), &uid_of(&vm)).await.expect_err("unreachable");
+            let status = clients.get(&id(BROKEN, &vm), &uid_of(&vm)).await.expect_err("unreachable");
             let refusal = lab_tests::Refusal::of(&status);
             match refusal.reason {
                 Reason::HostUnreachable | Reason::SshThrottled => Ok(()),
@@ -346,7 +346,8 @@ async fn a_host_that_is_cut_off_and_comes_back_is_used_again() {
         })
         .await;
         proxy.set(Fault::Pass);
-        eventually("the host is back", LIMIT, || async { clients.get(&id(&vm), &uid_of(&vm)).await.map_err(|e| e.to_string()) }).await;
+        eventually("the host is back", LIMIT, || async { clients.get(&id(BROKEN, &vm), &uid_of(&vm)).await.map_err(|e| e.to_string()) })
+            .await;
     }
 }
 
@@ -383,7 +384,7 @@ async fn a_host_that_falls_silent_in_an_upload_releases_its_callers_and_delays_n
     let waiting: Vec<_> = (0..8)
         .map(|_| {
             let (clients, here) = (clients.clone(), here.clone());
-            tokio::spawn(async move { clients.get(&id(&here), &uid_of(&here)).await })
+            tokio::spawn(async move { clients.get(&id(BROKEN, &here), &uid_of(&here)).await })
         })
         .collect();
     // the other host answers while all of these wait
@@ -402,8 +403,10 @@ async fn a_host_that_falls_silent_in_an_upload_releases_its_callers_and_delays_n
     };
     tokio::time::timeout(Duration::from_secs(100), released).await.expect("every caller comes back");
     proxy.set(Fault::Pass);
-    eventually("the host is used again", LIMIT, || async { clients.get(&id(&here), &uid_of(&here)).await.map_err(|e| e.to_string()) })
-        .await;
+    eventually("the host is used again", LIMIT, || async {
+        clients.get(&id(BROKEN, &here), &uid_of(&here)).await.map_err(|e| e.to_string())
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -443,7 +446,7 @@ async fn a_link_cut_in_the_middle_of_a_listing_fails_it_or_is_a_gap_and_never_sh
         proxy.set(Fault::Pass);
         let before = proxy.counts().to_server;
         daemon.restart().await;
-        refused(daemon.clients().get(&id("absent"), "").await, Reason::InstanceNotFound);
+        refused(daemon.clients().get(&id(BROKEN, "absent"), "").await, Reason::InstanceNotFound);
         proxy.counts().to_server - before
     };
     linked(&mut daemon).await;
@@ -494,9 +497,9 @@ async fn checks_and_failures_leave_no_thread_descriptor_or_session() {
     };
     let round = async |n: usize| {
         for _ in 0..n {
-            row(&clients).await;
+            row(BROKEN, &clients).await;
             clients.create(failing()).await.expect_err("no such image");
-            refused(clients.get(&id("absent"), "").await, Reason::InstanceNotFound);
+            refused(clients.get(&id(BROKEN, "absent"), "").await, Reason::InstanceNotFound);
         }
     };
     // the first rounds fill pools and caches

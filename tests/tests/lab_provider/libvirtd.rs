@@ -41,13 +41,13 @@ async fn a_libvirtd_that_restarts_over_and_over_fails_calls_only_transiently_and
     let stop = Arc::new(AtomicBool::new(false));
     let get = |clients: &Clients| {
         let (clients, vm) = (clients.clone(), steady.clone());
-        async move { clients.get(&id(&vm), &uid_of(&vm)).await.map(drop) }
+        async move { clients.get(&id(BROKEN_TOO, &vm), &uid_of(&vm)).await.map(drop) }
     };
     let reading = tokio::spawn(call_on(stop.clone(), {
         let (clients, vm) = (clients.clone(), steady.clone());
         move || {
             let (clients, vm) = (clients.clone(), vm.clone());
-            async move { clients.get(&id(&vm), &uid_of(&vm)).await.map(drop) }
+            async move { clients.get(&id(BROKEN_TOO, &vm), &uid_of(&vm)).await.map(drop) }
         }
     }));
     let listing = tokio::spawn(call_on(stop.clone(), {
@@ -111,7 +111,7 @@ async fn a_libvirtd_that_speaks_german_gets_the_same_reasons() {
     let daemon = case.daemon(case.entry()).await;
     let clients = daemon.clients();
     let (vm, waiting, blocked) = (case.vm("a"), case.vm("waiting"), case.vm("blocked"));
-    refused(clients.get(&id(&vm), "").await, Reason::InstanceNotFound);
+    refused(clients.get(&id(BROKEN_TOO, &vm), "").await, Reason::InstanceNotFound);
     clients.create(case.request(&vm, BROKEN_TOO)).await.expect("created");
     let file = broken.volume_path("default", &format!("{blocked}.qcow2"));
     std::fs::write(&file, b"somebody's data").expect("placing a file");
@@ -164,8 +164,8 @@ async fn a_missing_bridge_is_found_before_anything_is_made_where_libvirt_shows_i
     let _driver = Broken::by(case.host(BROKEN_TOO), &["interface-driver", "on"], &["interface-driver", "off"]);
     // the account has no shell: libvirt alone can tell
     let daemon = case.daemon(case.entry().host_set(BROKEN_TOO, "bridge", "br9")).await;
-    lacks(&case, &daemon, Reason::BridgeMissing, CheckReason::BridgeMissing).await;
+    lacks(BROKEN_TOO, &case, &daemon, Reason::BridgeMissing, CheckReason::BridgeMissing).await;
     let daemon = case.daemon_in("sound", case.entry()).await;
-    assert_eq!(row(&daemon.clients()).await.reason(), CheckReason::Reachable);
+    assert_eq!(row(BROKEN_TOO, &daemon.clients()).await.reason(), CheckReason::Reachable);
     daemon.clients().create(case.request(&case.vm("a"), BROKEN_TOO)).await.expect("created");
 }

@@ -32,11 +32,11 @@ async fn a_pool_whose_file_system_is_not_mounted_is_named_and_nothing_is_put_int
     assert!(refusal.message.contains("mounted"), "{}", refusal.message);
     // its disk is not lost, it is only not there
     refused(clients.create(case.request(&stopped, BROKEN_TOO)).await, Reason::PoolNotActive);
-    let row = row(&clients).await;
+    let row = row(BROKEN_TOO, &clients).await;
     assert_eq!(row.reason(), CheckReason::PoolNotActive, "{row:?}");
     assert!(row.remediation.contains("mounted"), "{row:?}");
     // what runs goes on, and is told as it is
-    assert_eq!(clients.get(&id(&running), &uid_of(&running)).await.expect("read").state(), InstanceState::Provisioning);
+    assert_eq!(clients.get(&id(BROKEN_TOO, &running), &uid_of(&running)).await.expect("read").state(), InstanceState::Provisioning);
     let listed = clients.list_complete().await.expect("a listing").instances;
     assert!([&running, &stopped].iter().all(|vm| listed.iter().any(|i| &&i.name == vm)), "{listed:?}");
     broken.virsh(&["pool-refresh", "default"]);
@@ -61,13 +61,13 @@ async fn what_was_deleted_while_its_pool_was_not_mounted_is_listed_and_removable
     clients.create(case.request(&vm, BROKEN_TOO)).await.expect("created");
     let gone = Broken::by(broken, &["unmount-pool", "default"], &["mount-pool", "default"]);
     broken.virsh(&["pool-refresh", "default"]);
-    clients.delete(&id(&vm), &uid_of(&vm)).await.expect("deleted");
+    clients.delete(&id(BROKEN_TOO, &vm), &uid_of(&vm)).await.expect("deleted");
     assert!(!broken.domains().contains(&vm));
     drop(gone);
     let list = clients.list_complete().await.expect("a listing");
     let orphans: Vec<_> = list.orphan_volumes.iter().filter(|v| v.name.starts_with(&vm)).map(|v| v.kind()).collect();
     assert!(orphans.contains(&Kind::Overlay) && orphans.contains(&Kind::Seed), "{orphans:?}");
-    let deleted = clients.delete(&id(&vm), &uid_of(&vm)).await.expect("removed");
+    let deleted = clients.delete(&id(BROKEN_TOO, &vm), &uid_of(&vm)).await.expect("removed");
     assert_eq!(deleted.outcome(), delete_response::Outcome::Deleted);
     assert_eq!(case.left(BROKEN_TOO), Vec::<String>::new());
 }
@@ -87,15 +87,15 @@ async fn a_read_only_or_stopped_pool_is_named_and_used_again_without_a_restart()
     assert!(refusal.message.contains("read-only"), "{}", refusal.message);
     assert!(!broken.domains().contains(&new), "nothing is left of it");
     // what cannot be removed is not called removed, and stays listed
-    refused(clients.delete(&id(&old), &uid_of(&old)).await, Reason::PoolNotActive);
+    refused(clients.delete(&id(BROKEN_TOO, &old), &uid_of(&old)).await, Reason::PoolNotActive);
     assert!(clients.list_complete().await.expect("a listing").instances.iter().any(|i| i.name == old));
     drop(read_only);
     clients.create(case.request(&new, BROKEN_TOO)).await.expect("created");
-    clients.delete(&id(&old), &uid_of(&old)).await.expect("deleted");
+    clients.delete(&id(BROKEN_TOO, &old), &uid_of(&old)).await.expect("deleted");
 
     broken.virsh(&["pool-destroy", "default"]);
     refused(clients.create(case.request(&old, BROKEN_TOO)).await, Reason::PoolNotActive);
-    assert_eq!(row(&clients).await.reason(), CheckReason::PoolNotActive);
+    assert_eq!(row(BROKEN_TOO, &clients).await.reason(), CheckReason::PoolNotActive);
     broken.virsh(&["pool-start", "default"]);
     clients.create(case.request(&old, BROKEN_TOO)).await.expect("created");
 }
@@ -124,7 +124,7 @@ async fn a_pool_with_a_job_running_is_waited_for_and_then_used_with_the_numbers_
     .await;
     // they refresh the pool, too, all at once
     let others: Vec<_> = vms[1..].iter().map(create).collect();
-    assert_eq!(row(&clients).await.reason(), CheckReason::Reachable);
+    assert_eq!(row(BROKEN_TOO, &clients).await.reason(), CheckReason::Reachable);
     eventually("the others are past the refresh", LIMIT, || async {
         let domains = broken.domains();
         if vms.iter().all(|vm| domains.contains(vm)) { Ok(()) } else { Err(format!("{domains:?}")) }
