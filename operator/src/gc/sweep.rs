@@ -58,9 +58,9 @@ pub enum Doubt {
     /// No complete list of instances.
     #[error("the instances cannot be listed completely: {0}")]
     Provider(String),
-    /// There were Proxies a moment ago: a wrong cluster, a lost CRD, a broken backup.
-    #[error("there is no Proxy at all, and there were {0} before")]
-    SuddenlyEmpty(usize),
+    /// Something made those instances: a wrong cluster, a lost CRD, a backup that is not restored yet.
+    #[error("there is no Proxy at all, and {0} instances are of this installation")]
+    NoProxies(usize),
     /// Most instances at once: rather a mistake than a clean-up.
     #[error("{orphans} of {all} instances would be orphans")]
     TooMany {
@@ -76,8 +76,6 @@ pub enum Doubt {
 pub struct Memory {
     /// By id and uid: when it was first seen as an orphan, since the start of the operator.
     seen: BTreeMap<(String, String), Duration>,
-    /// Proxies in the last good sweep that had any.
-    proxies: usize,
 }
 
 impl Memory {
@@ -111,9 +109,6 @@ pub fn sweep(
     minimum_age: Duration,
     now: Now,
 ) -> Result<Sweep, Doubt> {
-    if proxies.is_empty() && memory.proxies > 0 {
-        return Err(Doubt::SuddenlyEmpty(memory.proxies));
-    }
     let uids: BTreeSet<String> = proxies.iter().map(|p| p.uid.to_lowercase()).collect();
     let names: BTreeSet<&str> = proxies.iter().filter_map(|p| p.instance_name.as_deref()).collect();
     let ids: BTreeSet<&str> = proxies.iter().filter_map(|p| p.instance_id.as_deref()).collect();
@@ -123,11 +118,13 @@ pub fn sweep(
     let wanted =
         |i: &&Instance| uids.contains(&i.uid.to_lowercase()) || names.contains(i.name.as_str()) || ids.contains(i.instance_id.as_str());
     let all: Vec<_> = instances.iter().filter(ours).collect();
+    if proxies.is_empty() && !all.is_empty() {
+        return Err(Doubt::NoProxies(all.len()));
+    }
     let orphans: Vec<_> = all.iter().filter(|i| !wanted(i)).collect();
     if orphans.len() > A_FEW && orphans.len() * 2 > all.len() {
         return Err(Doubt::TooMany { orphans: orphans.len(), all: all.len() });
     }
-    memory.proxies = proxies.len();
     let mut seen = BTreeMap::new();
     let mut found = Sweep::default();
     for instance in orphans {
@@ -215,12 +212,13 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_list_of_proxies_after_one_that_was_not_is_a_doubt() {
+    fn no_proxy_at_all_is_a_doubt_from_the_start_and_for_ever() {
         let mut memory = Memory::default();
-        sweep(&mut memory, &[proxy(UID)], &[instance(UID)], "cluster", AGE, at(0)).expect("no doubt");
-        for second in [10, 99_999] {
-            assert_eq!(sweep(&mut memory, &[], &[instance(UID)], "cluster", AGE, at(second)), Err(Doubt::SuddenlyEmpty(1)));
+        for second in [0, 10, 99_999] {
+            assert_eq!(sweep(&mut memory, &[], &[instance(UID)], "cluster", AGE, at(second)), Err(Doubt::NoProxies(1)));
         }
+        // an empty cluster with empty hosts is in order
+        assert_eq!(sweep(&mut memory, &[], &[], "cluster", AGE, at(0)), Ok(Sweep::default()));
     }
 
     #[test]
@@ -229,9 +227,6 @@ mod tests {
         let proxies = [proxy("u0"), proxy("u1")];
         let doubt = sweep(&mut Memory::default(), &proxies, &many, "cluster", AGE, at(0));
         assert_eq!(doubt, Err(Doubt::TooMany { orphans: 8, all: 10 }));
-        // an operator that starts into a cluster that has lost its Proxies has no earlier count to compare with
-        let lost = sweep(&mut Memory::default(), &[], &many, "cluster", AGE, at(0));
-        assert_eq!(lost, Err(Doubt::TooMany { orphans: 10, all: 10 }));
         assert!(sweep(&mut Memory::default(), &proxies, &many[..5], "cluster", AGE, at(0)).is_ok());
     }
 
