@@ -43,6 +43,7 @@ pub use failpoints::{Hold, Places};
 pub use fault_proxy::{Fault, FaultProxy};
 pub use image_server::{Answer, ImageServer};
 pub use lab::{Host, Lab};
+pub use limit::Turn;
 pub use poll::eventually;
 pub use providers_file::{EntryFile, ProvidersFile};
 pub use refusal::{Refusal, refused};

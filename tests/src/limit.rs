@@ -4,14 +4,38 @@
 use std::cell::Cell;
 use std::sync::{Condvar, Mutex, PoisonError};
 
-/// Each waits for a host most of its time, on a machine of two cores.
-const PLACES: usize = 6;
+use tokio::sync::MutexGuard;
+
+/// Beside those that have their turn. Each waits for a host most of its time, on a machine of two cores.
+const PLACES: usize = 4;
 
 static FREE: (Mutex<usize>, Condvar) = (Mutex::new(PLACES), Condvar::new());
 
 thread_local! {
-    /// Places of this test: the second costs nothing, or two tests could wait for one another.
+    /// Places and turns of this test: the second costs nothing, or two tests could wait for one another.
     static MINE: Cell<usize> = const { Cell::new(0) };
+}
+
+/// A test's turn at a host, until it is dropped. Those that wait in a row are the longest part of a run, so a turn is a place
+/// of its own.
+#[derive(Debug)]
+pub struct Turn {
+    _lock: MutexGuard<'static, ()>,
+}
+
+impl Turn {
+    /// Waits for it. On the test's own thread, and before the case is started: its cleaning up is part of the turn.
+    pub async fn take(of: &'static tokio::sync::Mutex<()>) -> Self {
+        let lock = of.lock().await;
+        MINE.set(MINE.get() + 1);
+        Self { _lock: lock }
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        MINE.set(MINE.get().saturating_sub(1));
+    }
 }
 
 /// Gives its place back when dropped.

@@ -5,7 +5,8 @@
 //! `lifecycle` and `agents` to hv1, `storage`, `images`, `untrusted`, `disk`, `guests`, `storms`, `slow` and `killed` to
 //! hv2; `faults` breaks hv3, `pools` and `libvirtd` hv4, and each of these has one test at a time.
 
-use tokio::sync::{Mutex, MutexGuard};
+use lab_tests::Turn;
+use tokio::sync::Mutex;
 
 mod agents;
 mod disk;
@@ -26,7 +27,7 @@ const BROKEN: &str = "hv3";
 const BROKEN_TOO: &str = "hv4";
 
 /// Tests of a broken host take turns, their cleaning up included: taken before the case is started.
-async fn alone(host: &str) -> MutexGuard<'static, ()> {
+async fn alone(host: &str) -> Turn {
     static TURNS: [Mutex<()>; 2] = [const { Mutex::const_new(()) }; 2];
-    TURNS[usize::from(host == BROKEN_TOO)].lock().await
+    Turn::take(&TURNS[usize::from(host == BROKEN_TOO)]).await
 }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use egress_provider_proto::v1::{ErrorClass, ListByTagResponse};
 use lab_tests::lab::Host;
 use lab_tests::scratch::sha256_of;
-use lab_tests::{Case, Clients, Outcome, Refusal, Summary, lockup};
-use tokio::sync::{Mutex, MutexGuard, Semaphore};
+use lab_tests::{Case, Clients, Outcome, Refusal, Summary, Turn, lockup};
+use tokio::sync::{Mutex, Semaphore};
 use tokio::task::JoinSet;
 use tonic::Status;
 
@@ -26,9 +26,9 @@ const ANOTHER: usize = 1000;
 const PAUSE: Duration = Duration::from_millis(200);
 
 /// Tests that break a host take turns, their cleaning up included: taken before the case is started.
-pub(crate) async fn in_turn() -> MutexGuard<'static, ()> {
+pub(crate) async fn in_turn() -> Turn {
     static TURN: Mutex<()> = Mutex::const_new(());
-    TURN.lock().await
+    Turn::take(&TURN).await
 }
 
 /// Runs all tries, some at a time, and notes how each ended; one that does not end is stuck.
