@@ -269,6 +269,7 @@ def cloud_init(ctx):
     found += [(name_of(o), text) for w, o in ctx.objects("Secret") if w == "samples/proxies" for text in o["stringData"].values()]
     if len(found) < 2:
         yield f"only {len(found)} samples of user-data"
+    found += [("tests/demo.yaml", doc["spec"]["cloudInit"]["inline"]) for doc in load_all(ctx.read("tests/demo.yaml"))]
     for about, text in found:
         if not text.startswith("#cloud-config\n"):
             yield f"{about}: cloud-init does not know what this is"

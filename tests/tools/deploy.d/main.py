@@ -75,6 +75,7 @@ def selftest(root):
                 if source.is_dir():
                     shutil.copytree(source, copy / part, ignore=shutil.ignore_patterns("target"))
                 elif source.exists():
+                    (copy / part).parent.mkdir(exist_ok=True)
                     shutil.copy(source, copy / part)
             text = (copy / path).read_text()
             if old not in text:

@@ -133,6 +133,7 @@ def samples(ctx):
     in_docs = [("docs/operator.md", doc) for doc in shown if doc.get("kind") == "Proxy"]
     if not in_docs:
         yield "docs/operator.md shows no Proxy"
+    in_docs += [("tests/demo.yaml", doc) for doc in load_all(ctx.read("tests/demo.yaml"))]
     for where, obj in in_docs + list(ctx.objects("Proxy")):
         version = next(v for v in _definitions(ctx)["Proxy"]["spec"]["versions"] if v["name"] == obj["apiVersion"].split("/")[1])
         schema = version["schema"]["openAPIV3Schema"]
