@@ -162,6 +162,7 @@ impl Belief {
             return Err(format!("{seen:?}, where only {:?} may be; under way: {:?}", self.may_be, self.unfinished));
         }
         self.may_be = fits;
+        self.forget_the_gone();
         self.spread();
         Ok(())
     }
@@ -179,10 +180,15 @@ impl Belief {
     /// Nothing else went on beside it, and now this is there.
     pub fn is(&mut self, there: There) {
         self.may_be = [there].into();
-        if there.vm().is_none() {
+        self.forget_the_gone();
+        self.spread();
+    }
+
+    /// What was done to a VM by hand ends with it.
+    fn forget_the_gone(&mut self) {
+        if self.may_be.iter().all(|there| there.vm().is_none()) {
             (self.transient, self.suspended) = (false, false);
         }
-        self.spread();
     }
 
     /// This may be there as well.
@@ -246,6 +252,16 @@ mod tests {
         let mut belief = Belief::default();
         belief.is(There::Complete(VM));
         belief
+    }
+
+    #[test]
+    fn a_vm_that_is_seen_to_be_gone_is_suspended_no_more() {
+        let mut belief = complete();
+        belief.suspended = true;
+        belief.begin(Work::Delete(Uid::A), 0, 0);
+        assert!(belief.suspended, "it may be there");
+        belief.saw(Seen::NoDomain).expect("deleted");
+        assert!(!belief.suspended, "the next of its name is another");
     }
 
     #[test]
