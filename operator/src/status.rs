@@ -314,9 +314,11 @@ fn health(status: &mut ProxyStatus, view: &View<'_>, around: &Around<'_>) {
             "AddressConflict",
             format!("{address} is the address of {other} as well: neither is offered; most often clones ask DHCP under one identity"),
         ),
-        (Some(_), None, None | Some(Health { healthy: None, .. })) => {
-            Verdict::new(ConditionStatus::Unknown, "NotProbed", "no probe has decided yet")
-        }
+        (Some(_), None, None | Some(Health { healthy: None, .. })) => match last_verdict(status, view) {
+            // an operator that has just started knows less than the one before: it takes no proxy out of service for that
+            Some(last) => last,
+            None => Verdict::new(ConditionStatus::Unknown, "NotProbed", "no probe has decided yet"),
+        },
         (Some(_), None, Some(health)) => Verdict {
             status: if health.healthy == Some(true) { ConditionStatus::True } else { ConditionStatus::False },
             reason: health.reason.clone(),
@@ -325,6 +327,19 @@ fn health(status: &mut ProxyStatus, view: &View<'_>, around: &Around<'_>) {
         },
     };
     set(status, view, HEALTHY, verdict);
+}
+
+/// What the probes last said of this very address and port.
+fn last_verdict(status: &ProxyStatus, view: &View<'_>) -> Option<Verdict> {
+    let last = conditions::find(&view.status.conditions, HEALTHY)?;
+    let is_of_this = status.address == view.status.address && last.observed_generation == Some(view.generation);
+    let is_of_a_probe = last.status != ConditionStatus::Unknown && last.reason != "AddressConflict";
+    (is_of_this && is_of_a_probe).then(|| Verdict {
+        status: last.status,
+        reason: last.reason.clone(),
+        message: last.message.clone(),
+        attempts: None,
+    })
 }
 
 /// Ready: there is an address and the probes pass. That a host cannot be asked takes no working proxy out of service.

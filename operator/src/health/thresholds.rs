@@ -35,8 +35,9 @@ impl Course {
         } else if self.bad >= thresholds.fall {
             self.healthy = Some(false);
         }
-        // what is shown is what the verdict is made of, so that one lost probe of a healthy proxy writes no status
-        if self.healthy == Some(finding.is_good()) || self.healthy.is_none() {
+        // what is shown is what the verdict is made of, so that one lost probe of a healthy proxy writes no status, and
+        // the first of a new one is no reason to look at it
+        if self.healthy == Some(finding.is_good()) {
             self.shown = Some((finding.reason().to_owned(), finding.message()));
         }
         // a healthy proxy's message may name its egress address and a bad one's its cause; both are worth a line
@@ -64,9 +65,9 @@ mod tests {
     #[test]
     fn it_takes_rise_good_ones_to_come_up_and_fall_bad_ones_to_go_down() {
         let mut course = Course::default();
-        course.take(&good(), THRESHOLDS);
+        assert!(!course.take(&good(), THRESHOLDS), "the first probe decides nothing, so nobody is told");
         assert_eq!(course.health().healthy, None);
-        course.take(&good(), THRESHOLDS);
+        assert!(course.take(&good(), THRESHOLDS));
         assert_eq!(course.health().healthy, Some(true));
         for _ in 0..2 {
             assert!(!course.take(&Finding::Refused, THRESHOLDS), "a lost probe changes nothing that is shown");

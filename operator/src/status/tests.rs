@@ -155,6 +155,27 @@ fn two_proxies_with_one_address_are_both_unhealthy_whatever_the_probes_say() {
 }
 
 #[test]
+fn what_the_probes_last_said_holds_until_they_say_something_and_only_for_the_same_address_and_spec() {
+    let (spec, status) = (spec(), after_running());
+    let good = Health { healthy: Some(true), reason: "ConnectOk".into(), message: String::new(), failures: 0 };
+    let before = rest(&view(&spec, &status, 20), &Rest::Seen, &running(), &Around { health: Some(&good), ..AROUND }).status;
+    let undecided = Health { healthy: None, reason: String::new(), message: String::new(), failures: 0 };
+    for health in [None, Some(&undecided)] {
+        let around = Around { health, ..AROUND };
+        let after = rest(&view(&spec, &before, 30), &Rest::Seen, &running(), &around).status;
+        assert_eq!(after, before, "an operator that has just started writes nothing");
+        let moved = ProxyStatus { address: Some("10.0.0.6".into()), ..before.clone() };
+        let elsewhere = rest(&view(&spec, &moved, 30), &Rest::Seen, &running(), &around).status;
+        assert_eq!(reason(&elsewhere, HEALTHY).1, "NotProbed", "another address");
+        let other = View { generation: 2, ..view(&spec, &before, 30) };
+        assert_eq!(reason(&rest(&other, &Rest::Seen, &running(), &around).status, HEALTHY).1, "NotProbed", "perhaps another port");
+        let shared = rest(&view(&spec, &before, 30), &Rest::Seen, &running(), &Around { shared_with: Some("ns/other"), ..around }).status;
+        let alone = rest(&view(&spec, &shared, 40), &Rest::Seen, &running(), &Around { health, ..AROUND }).status;
+        assert_eq!(reason(&alone, HEALTHY).1, "NotProbed", "no probe said that it was shared");
+    }
+}
+
+#[test]
 fn an_external_proxy_is_probed_at_its_own_address() {
     let spec = ProxySpec { provider: None, placement: None, external: Some(External { address: "192.0.2.7".into() }), ..spec() };
     let status = ProxyStatus::default();
