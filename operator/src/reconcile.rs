@@ -102,6 +102,7 @@ pub async fn reconcile(proxy: Arc<Proxy>, context: Arc<Context>) -> Result<Actio
         api: Api::namespaced(context.client.clone(), &proxy.namespace().unwrap_or_default()),
         context: &context,
         proxy: (*proxy).clone(),
+        is_fresh: false,
     }
     .run()
     .instrument(span)
@@ -136,10 +137,25 @@ pub fn full_name(proxy: &Proxy) -> String {
     format!("{}/{}", proxy.namespace().unwrap_or_default(), proxy.name_any())
 }
 
+/// A Proxy is not there any more: nobody probes it, and its address is free.
+pub fn forget(context: &Context, name: &str) {
+    note_address(context, name, None);
+}
+
+fn note_address(context: &Context, name: &str, at: Option<(&str, u16)>) {
+    let others = context.addresses.note(name, at);
+    context.board.want(name, at.map(|(ip, port)| (ip.to_owned(), port)));
+    for other in others {
+        context.board.touch(&other);
+    }
+}
+
 struct Reconciliation<'a> {
     api: Api<Proxy>,
     context: &'a Context,
     proxy: Proxy,
+    /// Whether the copy is what the API server answered to a write of this reconciliation, and so no older than that.
+    is_fresh: bool,
 }
 
 impl Reconciliation<'_> {
@@ -284,16 +300,11 @@ impl Reconciliation<'_> {
     }
 
     fn note_address(&self, name: &str, address: Option<&str>) {
-        let port = self.proxy.spec.port;
-        let others = self.context.addresses.note(name, address.map(|ip| (ip, port)));
-        self.context.board.want(name, address.map(|ip| (ip.to_owned(), port)));
-        for other in others {
-            self.context.board.touch(&other);
-        }
+        note_address(self.context, name, address.map(|ip| (ip, self.proxy.spec.port)));
     }
 
     fn forget(&self) {
-        self.note_address(&full_name(&self.proxy), None);
+        forget(self.context, &full_name(&self.proxy));
     }
 
     /// Events of what a person wants to know; a repeated reason is no news.
@@ -337,6 +348,7 @@ impl Reconciliation<'_> {
         new.status = Some(status);
         self.context.metrics.status_written();
         self.proxy = self.api.replace_status(&self.proxy.name_any(), &PostParams::default(), &new).await?;
+        self.is_fresh = true;
         Ok(())
     }
 
@@ -348,7 +360,7 @@ impl Reconciliation<'_> {
         }
         let patch = json!({ "metadata": { "resourceVersion": self.proxy.resource_version(), "finalizers": finalizers } });
         match self.api.patch(&self.proxy.name_any(), &PatchParams::default(), &Patch::Merge(&patch)).await {
-            Ok(new) => self.proxy = new,
+            Ok(new) => (self.proxy, self.is_fresh) = (new, true),
             // gone is what was wanted
             Err(kube::Error::Api(status)) if !on && status.code == 404 => {}
             Err(e) => return Err(e.into()),

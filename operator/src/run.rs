@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use futures::StreamExt as _;
+use futures::{StreamExt as _, TryStreamExt as _};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Namespace, ObjectReference};
 use kube::runtime::controller::{self, Controller};
@@ -19,11 +19,13 @@ use kube::runtime::events::{Recorder, Reporter};
 use kube::runtime::reflector::{self, ObjectRef, Store};
 use kube::runtime::utils::predicates;
 use kube::runtime::{Predicate as _, PredicateConfig, WatchStreamExt as _, watcher};
-use kube::{Api, Client};
+use kube::{Api, Client, ResourceExt as _};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
+use tokio_stream::wrappers::UnboundedReceiverStream;
 use tokio_util::sync::CancellationToken;
+use tower::ServiceBuilder;
 
 use crate::address_book::AddressBook;
 use crate::crd::Proxy;
@@ -39,6 +41,9 @@ use crate::pulse::Pulse;
 use crate::reconcile::{self, Context};
 use crate::user_data::UserDataSource;
 
+/// Requests of reconciliations at the API server at a time, and what each may take.
+const API_IN_FLIGHT: usize = 32;
+const API_BUDGET: Duration = Duration::from_secs(30);
 /// How often leases that have ended are removed.
 const EXPIRE: Duration = Duration::from_secs(10);
 /// What the tasks of a leader may take to end.
@@ -97,13 +102,13 @@ impl Operator {
         let leadership = if self.lease.is_some() { Leadership::default() } else { Leadership::always() };
         let metrics = Arc::new(Metrics::default());
         let synced = Arc::new(AtomicBool::new(false));
-        let (proxies, store) = mpsc_of_proxies(client.clone(), synced.clone());
+        let bell = Arc::new(Bell::default());
+        let (watch_task, store) = watch_of_proxies(client.clone(), synced.clone(), bell.clone());
         let desk = Arc::new(LeaseDesk::new(client.clone(), &self.namespace));
 
         // servers end last, so that a drain can be watched
         let servers_stop = CancellationToken::new();
         let mut servers: JoinSet<&'static str> = JoinSet::new();
-        let watch_task = proxies.watch;
         servers.spawn(async move {
             watch_task.await;
             "the watch of Proxies"
@@ -142,7 +147,7 @@ impl Operator {
                 desk,
                 synced,
                 store,
-                touched: proxies.touched,
+                bell,
                 prober: self.prober,
                 monitor: self.monitor,
                 gc: self.gc,
@@ -202,21 +207,48 @@ fn log_error(what: &str, result: std::io::Result<()>) {
     }
 }
 
-/// The one watch of Proxies: it fills the store, and tells who was touched in a way that matters.
-struct ProxyWatch {
-    watch: std::pin::Pin<Box<dyn Future<Output = ()> + Send>>,
-    touched: mpsc::UnboundedReceiver<Arc<Proxy>>,
+/// Tells who was touched in a way that matters, while somebody listens: a replica that does not lead keeps nothing of it.
+#[derive(Debug, Default)]
+struct Bell(Mutex<Option<mpsc::UnboundedSender<ObjectRef<Proxy>>>>);
+
+impl Bell {
+    fn ring(&self, proxy: ObjectRef<Proxy>) {
+        if let Some(listener) = &*self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner) {
+            // nobody listens any more only at the end of the process
+            let _ = listener.send(proxy);
+        }
+    }
+
+    /// What happens from now on.
+    fn listen(&self) -> mpsc::UnboundedReceiver<ObjectRef<Proxy>> {
+        let (tell, touched) = mpsc::unbounded_channel();
+        *self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(tell);
+        touched
+    }
 }
 
-fn mpsc_of_proxies(client: Client, synced: Arc<AtomicBool>) -> (ProxyWatch, Store<Proxy>) {
+/// The one watch of Proxies: it fills the store and rings the bell.
+fn watch_of_proxies(
+    client: Client,
+    synced: Arc<AtomicBool>,
+    bell: Arc<Bell>,
+) -> (std::pin::Pin<Box<dyn Future<Output = ()> + Send>>, Store<Proxy>) {
     let (reader, writer) = reflector::store();
-    let (tell, touched) = mpsc::unbounded_channel();
     let api: Api<Proxy> = Api::all(client);
     // our own writes are no reason to reconcile: what was seen decides when to look again, and nothing shortens a wait
     let matters = predicates::generation.combine(predicates::annotations);
+    let gone = bell.clone();
     let stream = watcher(api, watcher::Config::default())
         .default_backoff()
+        // a third of a Proxy, and nothing here reads it
+        .modify(|proxy: &mut Proxy| proxy.managed_fields_mut().clear())
         .reflect(writer)
+        .inspect_ok(move |event| {
+            // whatever it looked like last: it is to be forgotten
+            if let watcher::Event::Delete(proxy) = event {
+                gone.ring(ObjectRef::from_obj(proxy));
+            }
+        })
         .touched_objects()
         .predicate_filter(matters, PredicateConfig::default());
     let store = reader.clone();
@@ -229,8 +261,7 @@ fn mpsc_of_proxies(client: Client, synced: Arc<AtomicBool>) -> (ProxyWatch, Stor
         };
         let drive = stream.for_each(|item| {
             match item {
-                // until this replica leads nobody listens; the store has it all by then
-                Ok(proxy) => drop(tell.send(Arc::new(proxy))),
+                Ok(proxy) => bell.ring(ObjectRef::from_obj(&proxy)),
                 Err(e) => tracing::warn!(error = %e, "the watch of Proxies has failed and is begun anew"),
             }
             std::future::ready(())
@@ -240,7 +271,17 @@ fn mpsc_of_proxies(client: Client, synced: Arc<AtomicBool>) -> (ProxyWatch, Stor
             () = filled => {}
         }
     });
-    (ProxyWatch { watch, touched }, store)
+    (watch, store)
+}
+
+/// For reconciliations, which come by the thousand: each request at a time is a connection of its own. The lease is
+/// renewed past this, so that it never waits behind them.
+fn bounded(client: Client) -> Client {
+    let send = tower::service_fn(move |request| {
+        let client = client.clone();
+        async move { client.send(request).await }
+    });
+    Client::new(ServiceBuilder::new().concurrency_limit(API_IN_FLIGHT).timeout(API_BUDGET).service(send), "default")
 }
 
 /// What only the leader runs.
@@ -253,7 +294,7 @@ struct Parts {
     desk: Arc<LeaseDesk>,
     synced: Arc<AtomicBool>,
     store: Store<Proxy>,
-    touched: mpsc::UnboundedReceiver<Arc<Proxy>>,
+    bell: Arc<Bell>,
     prober: ProberOptions,
     monitor: MonitorOptions,
     gc: GcOptions,
@@ -263,26 +304,27 @@ struct Parts {
 impl Parts {
     /// Runs all parts until they are stopped, and returns when all have ended; the name of the first that ended.
     async fn run(self, stop: CancellationToken) -> &'static str {
-        let Self { client, installation_id, providers, leadership, metrics, desk, synced, store, touched, prober, monitor, gc, namespace } =
+        let Self { client, installation_id, providers, leadership, metrics, desk, synced, store, bell, prober, monitor, gc, namespace } =
             self;
         let (board, names) = Board::new();
         let board = Arc::new(board);
         let reporter = Reporter { controller: "egress-operator".to_owned(), instance: std::env::var("POD_NAME").ok() };
-        let recorder = Recorder::new(client.clone(), reporter);
+        let recorder = Recorder::new(client.clone(), reporter.clone());
+        let bounded = bounded(client.clone());
         let context = Arc::new(Context {
-            client: client.clone(),
+            client: bounded.clone(),
             providers: providers.clone(),
             installation_id: installation_id.clone(),
             leadership: leadership.clone(),
             board: board.clone(),
             addresses: AddressBook::default(),
-            user_data: UserDataSource::new(client.clone()),
-            recorder: recorder.clone(),
+            user_data: UserDataSource::new(bounded.clone()),
+            recorder: Recorder::new(bounded, reporter.clone()),
             metrics: metrics.clone(),
             api_failures: Mutex::new(HashMap::new()),
         });
         let mut parts: JoinSet<&'static str> = JoinSet::new();
-        parts.spawn(reconciler(store, touched, names, context, stop.clone()));
+        parts.spawn(reconciler(store, bell, names, context, stop.clone()));
         let probing = Prober::new(board, prober, metrics.clone()).run(stop.clone());
         parts.spawn(async move {
             probing.await;
@@ -324,26 +366,38 @@ impl Parts {
 
 async fn reconciler(
     store: Store<Proxy>,
-    touched: mpsc::UnboundedReceiver<Arc<Proxy>>,
+    bell: Arc<Bell>,
     names: mpsc::UnboundedReceiver<String>,
     context: Arc<Context>,
     stop: CancellationToken,
 ) -> &'static str {
-    let touched =
-        futures::stream::unfold(touched, |mut touched| async { touched.recv().await.map(|proxy| (Ok((*proxy).clone()), touched)) });
-    let asked = futures::stream::unfold(names, |mut names| async { names.recv().await.map(|name| (name, names)) }).map(|name| {
-        match name.split_once('/') {
-            Some((namespace, name)) => ObjectRef::new(name).within(namespace),
-            None => ObjectRef::new(&name),
-        }
+    // first of all, so that nothing falls between what is in the store then and what is told
+    let touched = UnboundedReceiverStream::new(bell.listen());
+    let filled = store.clone();
+    let all = futures::stream::once(async move {
+        // an error is the end of the watch, and with it of the process
+        let _ = filled.wait_until_ready().await;
+        futures::stream::iter(filled.state().into_iter().map(|proxy| ObjectRef::from_obj(proxy.as_ref())))
     });
-    Controller::for_stream(touched, store)
+    let asked = UnboundedReceiverStream::new(names).map(|name| match name.split_once('/') {
+        Some((namespace, name)) => ObjectRef::new(name).within(namespace),
+        None => ObjectRef::new(&name),
+    });
+    let forget = context.clone();
+    Controller::for_stream(futures::stream::pending(), store)
         // calls are bounded per provider, so that a silent one holds up nobody else's Proxies
         .with_config(controller::Config::default().concurrency(0))
+        .reconcile_on(all.flatten())
+        .reconcile_on(touched)
         .reconcile_on(asked)
         .graceful_shutdown_on(async move { stop.cancelled().await })
         .run(reconcile::reconcile, reconcile::on_error, context)
-        .for_each(|_| std::future::ready(()))
+        .for_each(|ended| {
+            if let Err(controller::Error::ObjectNotFound(gone)) = ended {
+                reconcile::forget(&forget, &format!("{}/{}", gone.namespace.unwrap_or_default(), gone.name));
+            }
+            std::future::ready(())
+        })
         .await;
     "the reconciler"
 }

@@ -16,9 +16,11 @@ impl Reconciliation<'_> {
     /// Asks for the instance that the status says.
     pub(super) async fn create(&mut self, user_data: Option<&UserData>) -> Result<Seen, ReconcileError> {
         // a copy from before a deletion must not bring an instance back that nobody would ever remove
-        match self.api.get_opt(&self.proxy.name_any()).await? {
-            Some(live) if live.uid() == self.proxy.uid() && live.meta_is(&self.proxy) => {}
-            _ => return Err(stale()),
+        if !self.is_fresh {
+            match self.api.get_opt(&self.proxy.name_any()).await? {
+                Some(live) if live.uid() == self.proxy.uid() && live.meta_is(&self.proxy) => {}
+                _ => return Err(stale()),
+            }
         }
         self.context.leadership.check()?;
         let status = self.proxy.status.clone().unwrap_or_default();
@@ -52,9 +54,7 @@ impl Reconciliation<'_> {
                         "the provider answered a Create without an instance",
                     )));
                 }
-                let mut status = self.proxy.status.clone().unwrap_or_default();
-                status.instance_id = Some(instance.instance_id.clone());
-                self.write(status).await?;
+                // its id is written with what is seen of it: until then it is found by its key, by Create and by Delete
                 self.event(EventType::Normal, "Created", "Create", format!("the VM is {} on {}", instance.instance_id, instance.host))
                     .await;
                 Ok(Seen::Instance(Box::new(instance)))

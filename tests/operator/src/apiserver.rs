@@ -9,8 +9,10 @@ mod patch;
 mod routes;
 mod store;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use jiff::SignedDuration;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 
@@ -94,6 +96,34 @@ impl ApiServer {
     #[must_use]
     pub fn count(&self, when: &When) -> usize {
         self.faults.count(when)
+    }
+
+    /// Requests so far, by method and what they were for: `PUT proxies/status`, `LIST proxies`, `WATCH proxies`.
+    #[must_use]
+    pub fn tally(&self) -> BTreeMap<String, usize> {
+        self.faults.tally(routes::label)
+    }
+
+    /// The most requests that were being answered at a time; a watch is answered when it begins.
+    #[must_use]
+    pub fn most_in_flight(&self) -> usize {
+        self.faults.most_in_flight()
+    }
+
+    /// How many objects fit, without a request that anybody would count.
+    pub fn holding(&self, kind: Kind, fits: impl Fn(&serde_json::Value) -> bool) -> usize {
+        self.store.holding(kind, fits)
+    }
+
+    /// A client whose requests meet no faults and are not counted.
+    #[must_use]
+    pub fn client_aside(&self) -> kube::Client {
+        kube::Client::new(routes::router(self.store.clone(), Arc::default()), "default")
+    }
+
+    /// Its clock goes so far ahead of everybody else's from now on; behind if it is negative.
+    pub fn skew(&self, by: SignedDuration) {
+        self.store.skew(by);
     }
 
     /// Forgets everything that happened: a watch from before gets 410.

@@ -215,6 +215,13 @@ impl Rig {
         .await;
     }
 
+    /// The sum of a counter over its labels.
+    pub async fn metric(&self, name: &str) -> u64 {
+        let text = reqwest::get(format!("{}/metrics", self.ops)).await.expect("an answer").text().await.expect("text");
+        let values = text.lines().filter(|l| l.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' '])));
+        values.filter_map(|l| l.rsplit(' ').next()?.parse::<u64>().ok()).sum()
+    }
+
     /// Reasons of the events about a Proxy.
     pub async fn events(&self, name: &str) -> Vec<String> {
         let events: Api<k8s_openapi::api::events::v1::Event> = Api::namespaced(self.client.clone(), NAMESPACE);

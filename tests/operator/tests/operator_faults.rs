@@ -173,6 +173,21 @@ async fn a_provider_that_stands_still_holds_up_nobody_elses_proxies() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn hundreds_of_proxies_at_once_ask_a_slow_api_server_only_a_few_things_at_a_time() {
+    let rig = Rig::start().await;
+    rig.server.fail(When { method: "PUT", path: "/status", ..When::default() }, Fault::Slow(Duration::from_millis(100)));
+    for n in 0..200 {
+        rig.apply(&format!("p{n:03}"), managed(1)).await;
+    }
+    for n in 0..200 {
+        rig.until(&format!("p{n:03}"), "Provisioned", |p| is(p, PROVISIONED)).await;
+    }
+    // those of reconciliations, and a few of everything else, the test's own among them
+    let most = rig.server.most_in_flight();
+    assert!(most <= 40, "{most} requests at a time");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn an_orphan_goes_after_two_sweeps_and_nothing_goes_while_something_is_in_doubt() {
     let gc = GcOptions { interval: Duration::from_millis(100), minimum_age: Duration::from_millis(300), most: 5, dry_run: false };
     let rig = Rig::between(ApiServer::default(), SimProvider::default(), Settings { gc, ..Settings::default() }).await;

@@ -249,6 +249,51 @@ async fn an_external_proxy_is_only_probed_and_offered() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_external_proxy_that_is_gone_is_not_probed_any_more_and_leaves_its_address_to_others() {
+    let rig = Rig::start().await;
+    let (port, proxy) = answering_proxy("200 OK").await;
+    rig.apply("a", external("127.0.0.1", port)).await;
+    rig.until("a", "Ready", |p| is(p, READY)).await;
+    rig.delete("a").await;
+    rig.until_gone("a").await;
+    // no finalizer is on it: nothing tells the operator but its watch, and that only some time
+    rig.apply("b", external("127.0.0.1", port)).await;
+    rig.until("b", "Ready", |p| is(p, READY)).await;
+    rig.delete("b").await;
+    rig.until_gone("b").await;
+    lab_tests::eventually("nobody is probed", operator_tests::rig::SOON, || async {
+        let before = rig.metric("egress_operator_probes_total").await;
+        // longer than any wait between two probes of this operator
+        tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+        let after = rig.metric("egress_operator_probes_total").await;
+        if before == after { Ok(()) } else { Err(format!("{before} and then {after} probes")) }
+    })
+    .await;
+    proxy.abort();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_operator_that_starts_takes_no_proxy_out_of_service_and_writes_nothing() {
+    let mut rig = Rig::start().await;
+    let (port, proxy) = answering_proxy("200 OK").await;
+    for name in ["a", "b", "c"] {
+        rig.apply(name, managed(port)).await;
+        rig.until(name, "Ready", |p| is(p, READY)).await;
+    }
+    rig.end().await.expect("it was asked to");
+    let writes = || rig.server.count(&When { method: "PUT", path: "/status", ..When::default() });
+    let (before, asked) = (writes(), rig.sim.calls(Method::Get));
+    let again = rig.again(operator_tests::Settings::default()).await;
+    lab_tests::eventually("all were looked at, and probed until a verdict", operator_tests::rig::SOON, || async {
+        let (gets, probes) = (again.sim.calls(Method::Get) - asked, again.metric("egress_operator_probes_total").await);
+        if gets >= 6 && probes >= 6 { Ok(()) } else { Err(format!("{gets} looks, {probes} probes")) }
+    })
+    .await;
+    assert_eq!(writes(), before, "nothing has changed, so nothing is written");
+    proxy.abort();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn nothing_is_written_and_nobody_is_asked_while_nothing_changes() {
     let rig = Rig::start().await;
     let (port, proxy) = answering_proxy("200 OK").await;

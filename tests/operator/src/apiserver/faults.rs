@@ -1,6 +1,7 @@
 //! Answers that a real API server gives on a bad day.
 
-use std::sync::Mutex;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Which requests.
@@ -40,6 +41,18 @@ struct Seen {
 struct State {
     rules: Vec<(When, Fault, usize)>,
     seen: Vec<Seen>,
+    in_flight: usize,
+    most_in_flight: usize,
+}
+
+/// A request while it is answered, also when its caller goes away.
+#[derive(Debug)]
+pub(super) struct Flight(Arc<Faults>);
+
+impl Drop for Flight {
+    fn drop(&mut self) {
+        self.0.0.lock().expect("no panic").in_flight -= 1;
+    }
 }
 
 #[derive(Debug, Default)]
@@ -62,6 +75,25 @@ impl Faults {
 
     pub(super) fn count(&self, when: &When) -> usize {
         self.0.lock().expect("no panic").seen.iter().filter(|s| when.fits(&s.method, &s.path, s.watch)).count()
+    }
+
+    pub(super) fn fly(self: &Arc<Self>) -> Flight {
+        let mut state = self.0.lock().expect("no panic");
+        state.in_flight += 1;
+        state.most_in_flight = state.most_in_flight.max(state.in_flight);
+        Flight(self.clone())
+    }
+
+    pub(super) fn most_in_flight(&self) -> usize {
+        self.0.lock().expect("no panic").most_in_flight
+    }
+
+    pub(super) fn tally(&self, label: impl Fn(&str, &str, bool) -> String) -> BTreeMap<String, usize> {
+        let mut all = BTreeMap::new();
+        for seen in &self.0.lock().expect("no panic").seen {
+            *all.entry(label(&seen.method, &seen.path, seen.watch)).or_default() += 1;
+        }
+        all
     }
 
     /// Notes a request; the fault that it meets.

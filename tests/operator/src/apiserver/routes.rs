@@ -60,6 +60,18 @@ fn at(path: &str) -> Option<At> {
     Some(At { kind: Kind::of(group, plural)?, namespace: namespace.to_owned(), name, part })
 }
 
+/// What a request is for, as people count them.
+pub(super) fn label(method: &str, path: &str, watch: bool) -> String {
+    let Some(At { kind, name, part, .. }) = at(path) else { return format!("{method} {path}") };
+    let plural = format!("{kind:?}s").to_lowercase().replace("proxys", "proxies");
+    match (method, name) {
+        ("GET", None) if watch => format!("WATCH {plural}"),
+        ("GET", None) => format!("LIST {plural}"),
+        _ if part == Part::Status => format!("{method} {plural}/status"),
+        _ => format!("{method} {plural}"),
+    }
+}
+
 fn failure(code: u16, reason: &str, message: &str) -> Response {
     let body = json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "reason": reason, "message": message, "code": code });
     answer(code, &body)
@@ -77,6 +89,7 @@ fn result(code: u16, result: Result<Value, Refused>) -> Response {
 }
 
 async fn serve(State(server): State<Server>, request: Request) -> Response {
+    let _flight = server.faults.fly();
     let (method, uri) = (request.method().clone(), request.uri().clone());
     let query: HashMap<String, String> = uri.query().map(form).unwrap_or_default();
     let watch = query.get("watch").is_some_and(|w| w == "true" || w == "1");

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 use egress_operator::crd::Proxy;
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
 use tokio::sync::broadcast;
 
@@ -100,6 +100,14 @@ struct State {
     history: Vec<Change>,
     /// Changes up to here are forgotten.
     compacted: u64,
+    /// How far its clock is ahead.
+    skew: SignedDuration,
+}
+
+impl State {
+    fn now(&self) -> String {
+        (Timestamp::now() + self.skew).strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
+    }
 }
 
 #[derive(Debug)]
@@ -138,6 +146,11 @@ impl Store {
         (items.map(|(_, v)| v.clone()).collect(), state.version)
     }
 
+    pub(super) fn holding(&self, kind: Kind, fits: impl Fn(&Value) -> bool) -> usize {
+        let state = self.state.lock().expect("no panic");
+        state.objects.iter().filter(|((k, ..), object)| *k == kind && fits(object)).count()
+    }
+
     pub(super) fn create(&self, kind: Kind, namespace: &str, mut object: Value) -> Result<Value, Refused> {
         let mut state = self.state.lock().expect("no panic");
         let version = state.version + 1;
@@ -157,7 +170,7 @@ impl Store {
         }
         metadata["uid"] = json!(uuid::Uuid::new_v4().to_string());
         metadata["generation"] = json!(1);
-        metadata["creationTimestamp"] = json!(Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string());
+        metadata["creationTimestamp"] = json!(state.now());
         if kind.has_status()
             && let Some(map) = object.as_object_mut()
         {
@@ -236,7 +249,7 @@ impl Store {
             return Ok(self.take(&mut state, &key, object));
         }
         if object["metadata"]["deletionTimestamp"].is_null() {
-            object["metadata"]["deletionTimestamp"] = json!(Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string());
+            object["metadata"]["deletionTimestamp"] = json!(state.now());
             object["metadata"]["generation"] = json!(object["metadata"]["generation"].as_i64().unwrap_or(0) + 1);
             return Ok(self.put(&mut state, key, object, "MODIFIED"));
         }
@@ -279,6 +292,10 @@ impl Store {
             return None;
         }
         Some((state.history.iter().filter(|c| c.version > after).cloned().collect(), self.heard.subscribe()))
+    }
+
+    pub(super) fn skew(&self, by: SignedDuration) {
+        self.state.lock().expect("no panic").skew = by;
     }
 
     pub(super) fn compact(&self) {
