@@ -75,7 +75,9 @@ impl Monitor {
     pub async fn round(&self, name: &str, provider: &dyn Provider) {
         let answer = provider.check().await;
         self.metrics.called("Check", answer.as_ref().err());
-        let info = provider.info().await.ok();
+        let info = provider.info().await;
+        self.metrics.called("GetProviderInfo", info.as_ref().err());
+        let info = info.ok();
         if self.leadership.check().is_err() {
             return;
         }

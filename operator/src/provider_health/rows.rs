@@ -72,7 +72,8 @@ pub fn worth_writing(old: &ProviderHealthStatus, new: ProviderHealthStatus, refr
         said
     };
     let age = match (&old.last_check_time, &new.last_check_time) {
-        (Some(old), Some(new)) => Duration::try_from(new.0.duration_since(old.0)).unwrap_or_default(),
+        // one of the future was written by a clock that went ahead: it would look fresh for as long
+        (Some(old), Some(new)) => Duration::try_from(new.0.duration_since(old.0)).unwrap_or(Duration::MAX),
         _ => Duration::MAX,
     };
     (said(old) != said(&new) || age >= refresh).then_some(new)
@@ -166,6 +167,8 @@ mod tests {
         assert!(worth_writing(&ProviderHealthStatus::default(), first.clone(), REFRESH).is_some());
         let other_latency = status(&first, None, &answer(99), at(30));
         assert_eq!(worth_writing(&first, other_latency, REFRESH), None);
+        let of_the_future = ProviderHealthStatus { last_check_time: Some(Time(at(99_999))), ..first.clone() };
+        assert!(worth_writing(&of_the_future, status(&first, None, &answer(12), at(30)), REFRESH).is_some());
         let later = status(&first, None, &answer(12), at(300));
         assert!(worth_writing(&first, later, REFRESH).is_some());
         let broken = status(&first, None, &Ok(CheckResponse { hosts: vec![check("a", CheckReason::Timeout, 1)] }), at(30));

@@ -2,6 +2,7 @@
 //! and [`rig`], an operator between them.
 
 pub mod apiserver;
+pub mod grpc;
 pub mod rig;
 pub mod sim;
 

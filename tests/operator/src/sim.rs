@@ -26,6 +26,8 @@ pub enum Method {
     List,
     /// Check.
     Check,
+    /// GetProviderInfo.
+    Info,
 }
 
 /// How a call goes wrong.
@@ -201,7 +203,10 @@ fn name_of_id(id: &str) -> String {
 #[async_trait]
 impl Provider for SimProvider {
     async fn info(&self) -> Result<GetProviderInfoResponse, ProviderError> {
-        Ok(GetProviderInfoResponse { provider_type: "sim".into(), provider_version: "1".into(), ..GetProviderInfoResponse::default() })
+        self.call(Method::Info, |_| {
+            Ok(GetProviderInfoResponse { provider_type: "sim".into(), provider_version: "1".into(), ..GetProviderInfoResponse::default() })
+        })
+        .await
     }
 
     async fn create(&self, request: CreateRequest) -> Result<CreateResponse, ProviderError> {
