@@ -14,13 +14,15 @@ use egress_operator::crd::proxy::{CloudInit, Placement, ProxySpec};
 use egress_operator::crd::{ProviderHealth, Proxy};
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use kube::{Api, ResourceExt};
-use lab_tests::{Case, Cleanup, Host, eventually};
+use lab_tests::{Case, Cleanup, Collector, Daemon, Host, eventually};
+use opentelemetry_proto::tonic::trace::v1::Span;
 use operator_tests::ApiServer;
 use operator_tests::apiserver::kubeconfig;
 use operator_tests::rig::{condition, is};
 use serde_json::json;
 
 const HOST: &str = "hv1";
+const SECOND_HOST: &str = "hv2";
 /// Only ends a test that would hang: a VM boots for most of a minute under emulation, twice here.
 const BOOT_LIMIT: Duration = Duration::from_secs(300);
 const API: &str = "127.0.0.1:26443";
@@ -34,15 +36,23 @@ struct Operator {
 }
 
 impl Operator {
+    /// In the network of a host's guests.
     fn start(host: &Host, dir: &Path, target: &str) -> Self {
-        let log = dir.join("operator.log");
-        let out = std::fs::File::create(&log).expect("a file");
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--net={}", host.netns_path.display())).arg("--").arg(Self::program());
+        Self::run(command, dir, target)
+    }
+
+    fn program() -> PathBuf {
         let program = lab_tests::daemon::binary().with_file_name("egress-operator");
         assert!(program.exists(), "{} is not built: cargo build -p egress-operator", program.display());
-        let child = Command::new("nsenter")
-            .arg(format!("--net={}", host.netns_path.display()))
-            .arg("--")
-            .arg(program)
+        program
+    }
+
+    fn run(mut command: Command, dir: &Path, target: &str) -> Self {
+        let log = dir.join("operator.log");
+        let out = std::fs::File::create(&log).expect("a file");
+        let child = command
             .args(["--providers-file", &dir.join("operator.yaml").display().to_string()])
             .args(["--probe-target", target, "--probe-interval", "2s", "--check-interval", "2s", "--ops-listen", "127.0.0.1:0"])
             .args([
@@ -67,11 +77,18 @@ impl Operator {
     }
 }
 
-impl Drop for Operator {
-    fn drop(&mut self) {
+impl Operator {
+    /// As SIGTERM; returns when it has ended.
+    fn end(&mut self) {
         let pid = nix::unistd::Pid::from_raw(self.child.id().cast_signed());
         let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM);
         let _ = self.child.wait();
+    }
+}
+
+impl Drop for Operator {
+    fn drop(&mut self) {
+        self.end();
         if std::thread::panicking() {
             let log = self.log();
             let tail: Vec<_> = log.lines().rev().take(40).collect();
@@ -90,6 +107,14 @@ fn listener_in(host: &Host, at: &'static str) -> std::net::TcpListener {
     })
     .join()
     .expect("no panic")
+}
+
+/// What the operator needs beside its flags: where the API server is, its token, its provider.
+fn write_files(dir: &Path, api: &str, daemon: &Daemon) {
+    std::fs::write(dir.join("kubeconfig"), kubeconfig(api)).expect("written");
+    std::fs::write(dir.join("token"), TOKEN).expect("written");
+    let providers = json!({ "providers": [{ "name": "kvm2-lab", "endpoint": format!("unix:{}", daemon.socket().display()) }] });
+    std::fs::write(dir.join("operator.yaml"), providers.to_string()).expect("written");
 }
 
 async fn until(proxies: &Api<Proxy>, what: &str, fits: impl Fn(&Proxy) -> bool) -> Proxy {
@@ -127,10 +152,7 @@ async fn a_proxy_that_is_applied_becomes_a_vm_that_is_probed_offered_replaced_an
     listener.set_nonblocking(true).expect("a socket");
     let port = server.listen_on(tokio::net::TcpListener::from_std(listener).expect("a socket"));
     let dir = case.dir();
-    std::fs::write(dir.join("kubeconfig"), kubeconfig(&port.url)).expect("written");
-    std::fs::write(dir.join("token"), TOKEN).expect("written");
-    let providers = json!({ "providers": [{ "name": "kvm2-lab", "endpoint": format!("unix:{}", daemon.socket().display()) }] });
-    std::fs::write(dir.join("operator.yaml"), providers.to_string()).expect("written");
+    write_files(dir, &port.url, &daemon);
     let operator = Operator::start(host, dir, &host.connect_target);
 
     let proxies: Api<Proxy> = Api::namespaced(server.client(), "default");
@@ -190,4 +212,75 @@ async fn a_proxy_that_is_applied_becomes_a_vm_that_is_probed_offered_replaced_an
     assert!(case.bases(HOST).iter().any(|v| v.contains("-debian-")), "the bases stay: {:?}", case.bases(HOST));
     assert!(!operator.log().contains("hostname: egress"), "user-data is in no log");
     drop(operator);
+}
+
+/// A span by its name and service; the one that `fits` where there are several.
+fn span<'a>(all: &'a [(String, Span)], service: &str, name: &str, fits: impl Fn(&Span) -> bool) -> &'a Span {
+    let found = all.iter().find(|(of, span)| of == service && span.name == name && fits(span));
+    let names =
+        || all.iter().map(|(of, s)| format!("{of}: {} {:?} < {:?}", s.name, s.span_id, s.parent_span_id)).collect::<Vec<_>>().join("\n");
+    &found.unwrap_or_else(|| panic!("no such span {name} of {service}:\n{}", names())).1
+}
+
+/// Whether a span is below another one.
+fn is_below(all: &[(String, Span)], span: &Span, ancestor: &Span) -> bool {
+    let parent = |of: &Span| all.iter().map(|(_, s)| s).find(|s| s.trace_id == of.trace_id && s.span_id == of.parent_span_id);
+    std::iter::successors(parent(span), |s| parent(s)).any(|s| s.span_id == ancestor.span_id)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reconciliation_its_call_and_what_the_daemon_does_for_it_are_one_trace() {
+    // not the host of the other test: what is swept there is not this one's
+    let Some(case) = Case::start("trace", &[SECOND_HOST]) else { return };
+    let host = case.host(SECOND_HOST);
+    let _px = Cleanup::of(vec![host.clone()], "px-", "kt-trace");
+    let (collector, at) = Collector::start().await;
+    let endpoint = format!("http://{at}");
+    let entry = case.entry().lab_image(&case.lab, "tiny");
+    let files = case.dir().join("d");
+    std::fs::create_dir(&files).expect("a directory");
+    let variables = vec![("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint.clone())];
+    let mut daemon = Daemon::start_logging(&files, &entry.into(), "info", "text", variables).await;
+
+    let server = ApiServer::default();
+    let port = server.listen().await;
+    let dir = case.dir();
+    write_files(dir, &port.url, &daemon);
+    let mut command = Command::new(Operator::program());
+    command.args(["--otlp-endpoint", &endpoint]);
+    let mut operator = Operator::run(command, dir, "127.0.0.1:1");
+    let proxies: Api<Proxy> = Api::namespaced(server.client(), "default");
+    let placement = Placement { zone: SECOND_HOST.into(), machine_type: "small".into(), image: "tiny".into(), ..Placement::default() };
+    let spec = ProxySpec {
+        placement: Some(placement),
+        provider: Some("kvm2-lab".into()),
+        cloud_init: None,
+        port: 3128,
+        external: None,
+        provisioning: None,
+    };
+    proxies.create(&PostParams::default(), &Proxy::new("squid", spec)).await.expect("applied");
+    until(&proxies, "the VM is there", |p| p.status.as_ref().is_some_and(|s| s.instance_id.is_some())).await;
+    proxies.delete("squid", &DeleteParams::default()).await.expect("deleted");
+    eventually("the Proxy is gone", BOOT_LIMIT, || async {
+        match proxies.get_opt("squid").await {
+            Ok(None) => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await;
+    // both send what they have when they end
+    operator.end();
+    assert!(daemon.stop().await.success());
+
+    let all = collector.spans();
+    for (call, of_libvirt) in [("Create", "kvm2.define_domain"), ("Delete", "kvm2.undefine_domain")] {
+        let asked = span(&all, "egress-operator", call, |_| true);
+        let reconciliation = span(&all, "egress-operator", "Reconcile Proxy", |s| s.span_id == asked.parent_span_id);
+        let served = span(&all, "kvm2-providerd", call, |s| s.parent_span_id == asked.span_id);
+        let done = span(&all, "kvm2-providerd", of_libvirt, |s| is_below(&all, s, served));
+        for other in [asked, served, done] {
+            assert_eq!(other.trace_id, reconciliation.trace_id, "{call}");
+        }
+    }
 }
