@@ -368,11 +368,7 @@ impl Operator {
         let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid()), nix::sys::signal::Signal::SIGTERM);
         let status = self.child.wait().expect("it was started here");
         if !status.success() {
-            println!(
-                "the operator ended with {status}{}:\n{}",
-                status.core_dumped().then_some(" and a core").unwrap_or_default(),
-                self.log_tail()
-            );
+            println!("the operator ended with {status}{}:\n{}", if status.core_dumped() { " and a core" } else { "" }, self.log_tail());
         }
     }
 }
