@@ -96,16 +96,15 @@ async fn an_operator_that_is_killed_anywhere_loses_and_doubles_nothing() {
     // each request of a life is where one operator ends: its answer never comes, and the next operator goes on
     for nth in 1..=14 {
         let mut rig = Rig::start().await;
-        rig.server.fail(
-            When { path: "/proxies/", watch: Some(false), times: Some(nth), ..When::default() },
-            Fault::Slow(Duration::from_millis(1)),
-        );
-        rig.server.fail(When { path: "/proxies/", watch: Some(false), times: Some(1), ..When::default() }, Fault::Silent);
+        let any = When { path: "/proxies/", watch: Some(false), ..When::default() };
+        // the first is the one that applies the Proxy
+        let before = rig.server.count(&any);
+        rig.server.fail(When { times: Some(nth), ..any.clone() }, Fault::Slow(Duration::from_millis(1)));
+        rig.server.fail(When { times: Some(1), ..any.clone() }, Fault::Silent);
         rig.apply("p0", managed(1)).await;
-        let before = rig.server.count(&When { path: "/proxies/", ..When::default() });
         lab_tests::eventually("the operator stands, or is done", SOON, || async {
-            let seen = rig.server.count(&When { path: "/proxies/", ..When::default() });
-            if seen > before + nth || !rig.sim.instances().is_empty() { Ok(()) } else { Err("not yet".to_owned()) }
+            let seen = rig.server.count(&any);
+            if seen > before + nth || !rig.sim.instances().is_empty() { Ok(()) } else { Err(format!("{seen} of {}", before + nth + 1)) }
         })
         .await;
         rig.kill().await;
