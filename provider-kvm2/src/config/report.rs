@@ -8,6 +8,8 @@ use crate::error::bounded_to;
 
 /// Longest value shown in a report, in bytes.
 const MAX_SHOWN: usize = 120;
+/// Longest problem that is printed, in bytes.
+const MAX_PROBLEM: usize = 1024;
 
 /// A configuration that was refused whole, and everything that is wrong with it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,7 +70,8 @@ impl fmt::Display for ConfigReport {
             if !fault.path.is_root() {
                 write!(f, "{}: ", fault.path)?;
             }
-            f.write_str(&fault.problem)?;
+            // it may quote a part of a variable's name or of the file
+            f.write_str(&bounded_to(&fault.problem, MAX_PROBLEM))?;
             if let Some(value) = &fault.value {
                 write!(f, " (found {value})")?;
             }

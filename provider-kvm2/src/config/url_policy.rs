@@ -170,7 +170,9 @@ impl Allowed {
                 && l.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_'))
                 && !l.starts_with('-')
         });
-        if !labels || name.len() > 253 {
+        // a URL's host that ends in a number is an address, however it is written: no name would ever match
+        let number = name.rsplit('.').next().is_some_and(|l| !l.is_empty() && l.bytes().all(|b| b.is_ascii_digit()));
+        if !labels || number || name.len() > 253 {
             return Err("must be a host name without port, *.suffix, an address or a network such as 10.0.0.0/8".to_owned());
         }
         Ok(if subdomains { Self::Subdomains(format!(".{name}")) } else { Self::Host(name) })
@@ -435,6 +437,9 @@ mod tests {
     #[case("fe80::/10")]
     #[case("169.254.169.254")]
     #[case("bücher.example")]
+    #[case::address_with_a_dot("10.0.0.0.")]
+    #[case::suffix_of_an_address("*.10.0.0.0")]
+    #[case::part_of_an_address("10.0.0")]
     fn a_bad_entry_is_refused(#[case] text: &str) {
         assert!(Allowed::parse(text).is_err());
     }
