@@ -185,6 +185,18 @@ impl Host {
         command
     }
 
+    /// Deletes a volume behind the daemon's back. libvirt refuses while it allocates it.
+    pub fn delete_volume(&self, pool: &str, volume: &str) {
+        for _ in 0..200 {
+            match self.try_virsh(&["vol-delete", volume, "--pool", pool]) {
+                Ok(_) => return,
+                Err(e) if e.contains("still being allocated") => std::thread::sleep(std::time::Duration::from_millis(100)),
+                Err(e) => panic!("{e}"),
+            }
+        }
+        panic!("{}: volume {volume} is allocated for ever", self.name);
+    }
+
     /// Defines a domain from XML.
     pub fn define(&self, xml: &str) {
         let file = tempfile::NamedTempFile::new().expect("a temporary file");

@@ -313,7 +313,7 @@ async fn failed_uploads_of_every_kind_leave_libvirtd_alive_and_the_daemon_as_it_
         server.serve("gone", image.bytes(), [Answer::GateAt(2 << 20)]);
         let delete = async {
             let volume = eventually("the upload has its volume", LIMIT, || async { partial().ok_or_else(|| "none".to_owned()) }).await;
-            host.virsh(&["vol-delete", &volume, "--pool", "default"]);
+            host.delete_volume("default", &volume);
             server.open_gate();
         };
         let (created, ()) = tokio::join!(create("gone"), delete);

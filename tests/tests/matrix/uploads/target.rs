@@ -48,7 +48,7 @@ impl Target {
             Self::FullBefore | Self::FillsUp => return Some(rig.room().fill()),
             Self::VolumeDeleted => {
                 for volume in rig.bases(self.by()).iter().filter(|v| v.ends_with(".qcow2")) {
-                    host.virsh(&["vol-delete", volume, "--pool", "default"]);
+                    host.delete_volume("default", volume);
                 }
             }
             Self::PoolRefreshed => drop(host.try_virsh(&["pool-refresh", POOL])),
