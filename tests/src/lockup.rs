@@ -12,16 +12,15 @@ use crate::lab::Host;
 /// When this program restarted which host's libvirtd. Locked for as long as one is looked at.
 static RESTARTS: Mutex<Vec<(String, Instant)>> = Mutex::new(Vec::new());
 
-/// Restarts the host's libvirtd if it is locked up. Whether it was, or has been since `since`.
-///
-/// # Panics
-/// When it cannot be started.
+/// Restarts the host's libvirtd if it is locked up. Whether it was, or has been since `since`. One that does not start is
+/// said; what is asked of the host next fails then.
 pub fn mended(host: &Host, since: Instant) -> bool {
     let mut restarts = RESTARTS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     if !host.libvirtd_answers() && is_locked_up(host) {
         eprintln!("{}: libvirtd locked itself up, as it may when a client goes in an upload; restarting it", host.name);
-        host.act(&["kill-libvirtd"]);
-        host.act(&["start-libvirtd"]);
+        if let Err(e) = host.try_act(&["kill-libvirtd"]).and_then(|_| host.try_act(&["start-libvirtd"])) {
+            eprintln!("{}: {e}", host.name);
+        }
         restarts.push((host.name.clone(), Instant::now()));
     }
     restarts.iter().any(|(name, at)| *name == host.name && *at >= since)

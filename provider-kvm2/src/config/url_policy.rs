@@ -171,7 +171,7 @@ impl Allowed {
                 && !l.starts_with('-')
         });
         // a URL's host that ends in a number is an address, however it is written: no name would ever match
-        let number = name.rsplit('.').next().is_some_and(|l| !l.is_empty() && l.bytes().all(|b| b.is_ascii_digit()));
+        let number = name.rsplit('.').next().is_some_and(|l| l.bytes().all(|b| b.is_ascii_digit()));
         if !labels || number || name.len() > 253 {
             return Err("must be a host name without port, *.suffix, an address or a network such as 10.0.0.0/8".to_owned());
         }

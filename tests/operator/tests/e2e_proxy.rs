@@ -198,6 +198,17 @@ async fn a_proxy_that_is_applied_becomes_a_vm_that_is_probed_offered_replaced_an
     until(&proxies, "replaced and Ready", |p| p.status.as_ref().is_some_and(|s| s.spec_hash != first.spec_hash) && is(p, READY)).await;
     assert!(host.is_active(&vm));
 
+    delete(&proxies).await;
+    assert!(!host.domains().contains(&vm));
+    let left: Vec<_> = host.volumes("default").into_iter().filter(|v| v.starts_with(&vm)).collect();
+    assert!(left.is_empty(), "{left:?}");
+    assert!(case.bases(HOST).iter().any(|v| v.contains("-debian-")), "the bases stay: {:?}", case.bases(HOST));
+    assert!(!operator.log().contains("hostname: egress"), "user-data is in no log");
+    drop(operator);
+}
+
+/// Deletes the Proxy, and waits until it is gone.
+async fn delete(proxies: &Api<Proxy>) {
     proxies.delete("squid", &DeleteParams::default()).await.expect("deleted");
     eventually("the Proxy is gone", BOOT_LIMIT, || async {
         match proxies.get_opt("squid").await {
@@ -206,12 +217,6 @@ async fn a_proxy_that_is_applied_becomes_a_vm_that_is_probed_offered_replaced_an
         }
     })
     .await;
-    assert!(!host.domains().contains(&vm));
-    let left: Vec<_> = host.volumes("default").into_iter().filter(|v| v.starts_with(&vm)).collect();
-    assert!(left.is_empty(), "{left:?}");
-    assert!(case.bases(HOST).iter().any(|v| v.contains("-debian-")), "the bases stay: {:?}", case.bases(HOST));
-    assert!(!operator.log().contains("hostname: egress"), "user-data is in no log");
-    drop(operator);
 }
 
 /// A span by its name and service; the one that `fits` where there are several.
@@ -261,14 +266,7 @@ async fn a_reconciliation_its_call_and_what_the_daemon_does_for_it_are_one_trace
     };
     proxies.create(&PostParams::default(), &Proxy::new("squid", spec)).await.expect("applied");
     until(&proxies, "the VM is there", |p| p.status.as_ref().is_some_and(|s| s.instance_id.is_some())).await;
-    proxies.delete("squid", &DeleteParams::default()).await.expect("deleted");
-    eventually("the Proxy is gone", BOOT_LIMIT, || async {
-        match proxies.get_opt("squid").await {
-            Ok(None) => Ok(()),
-            other => Err(format!("{other:?}")),
-        }
-    })
-    .await;
+    delete(&proxies).await;
     // both send what they have when they end
     operator.end();
     assert!(daemon.stop().await.success());

@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::daemon::Daemon;
 use crate::fault_proxy::Fault as PathFault;
 use crate::image_server::Answer;
 use crate::lab::Host;
+use crate::lockup;
 use crate::providers_file::{EntryFile, ProvidersFile};
 
 use super::course::{Course, POOL};
@@ -49,7 +50,7 @@ pub async fn break_host(course: &Arc<Course>, host: usize, fault: HostFault, hol
         _ => broken.map(|()| "mended")?,
     };
     mended?;
-    Ok(if locked_up? { "mended; libvirtd had locked itself up".to_owned() } else { broken.to_owned() })
+    Ok(if locked_up { "mended; libvirtd had locked itself up".to_owned() } else { broken.to_owned() })
 }
 
 async fn break_one(course: &Arc<Course>, host: usize, fault: HostFault) -> Result<(), String> {
@@ -92,18 +93,15 @@ async fn mend_one(course: &Arc<Course>, host: usize, fault: HostFault) -> Result
     Ok(())
 }
 
-/// libvirtd 11.3 can lock itself up when a connection breaks in an upload. Then it is killed and started, as an
-/// administrator would do; whether that was needed.
-pub async fn mend_lock_up(course: &Arc<Course>, host: usize) -> Result<bool, String> {
+/// Restarts a libvirtd that locked itself up, and notes it; whether that was needed.
+pub async fn mend_lock_up(course: &Arc<Course>, host: usize) -> bool {
     let since = course.weather.now();
-    if on_host(course, host, Host::libvirtd_answers).await {
-        return Ok(false);
+    let locked_up = on_host(course, host, |host| lockup::mended(host, Instant::now())).await;
+    if locked_up {
+        // when it happened is not known: it has been so since the fault before this look at the latest
+        course.weather.past(Fault::LockedUp(host), since.saturating_sub(30_000));
     }
-    act(course, host, &["kill-libvirtd"]).await?;
-    act(course, host, &["start-libvirtd"]).await?;
-    // when it happened is not known: it has been so since the fault before this look at the latest
-    course.weather.past(Fault::LockedUp(host), since.saturating_sub(30_000));
-    Ok(true)
+    locked_up
 }
 
 pub async fn break_image(course: &Course, image: usize, fault: ImageFault, hold_ms: u64) -> String {
@@ -193,9 +191,7 @@ pub async fn mend_all(course: &Arc<Course>) -> Vec<String> {
             }
         }
         let _ = virsh(course, host, &["pool-start", POOL]).await;
-        if let Err(e) = mend_lock_up(course, host).await {
-            problems.push(e);
-        }
+        mend_lock_up(course, host).await;
     }
     problems
 }

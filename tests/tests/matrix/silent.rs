@@ -4,14 +4,14 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use egress_provider_proto::v1::ErrorClass;
 use lab_tests::case::{request, uid_of};
 use lab_tests::counters::DaemonCounts;
 use lab_tests::lab::Host;
 use lab_tests::summary::is_full;
-use lab_tests::{Answer, Case, Clients, Fault, FaultProxy, Hold, ImageServer, Outcome, Refusal, Summary, eventually, failpoints};
+use lab_tests::{Answer, Case, Clients, Fault, FaultProxy, Hold, ImageServer, Outcome, Refusal, Summary, eventually, failpoints, lockup};
 use serde_json::json;
 use tokio::task::JoinHandle;
 use tonic::Status;
@@ -201,14 +201,7 @@ async fn silent(case: Arc<Case>, program: PathBuf, n: usize, place: Place, freez
         }
     }
     drop(frozen);
-    // libvirtd 11.3 locks itself up for good when its client is gone by the time it comes to the end of an upload: its
-    // main thread takes the client's lock a second time. What an administrator has to do then is done here.
-    let locked_up = freeze == Freeze::Libvirtd && !silent.libvirtd_answers();
-    if locked_up {
-        eprintln!("silent: libvirtd locked itself up after it was frozen in {place:?}; restarting it");
-        silent.act(&["kill-libvirtd"]);
-        silent.act(&["start-libvirtd"]);
-    }
+    let locked_up = freeze == Freeze::Libvirtd && lockup::mended(silent, Instant::now());
     // the same daemon, with what was left unfinished
     let again = async {
         while let Err(e) = clients.create(request(&vm, SILENT, "i")).await {
