@@ -34,9 +34,12 @@ impl Drop for Remote {
 }
 
 async fn remote(settings: Settings) -> Remote {
+    remote_to(SimProvider::default(), settings).await
+}
+
+async fn remote_to(sim: SimProvider, settings: Settings) -> Remote {
     let dir = tempfile::tempdir().expect("a directory");
     let socket = dir.path().join("p.sock");
-    let sim = SimProvider::default();
     let served = grpc::serve(sim.clone(), &socket);
     let options = GrpcOptions {
         endpoint: format!("unix:{}", socket.display()),
@@ -185,9 +188,11 @@ async fn a_check_that_is_answered_so_makes_the_provider_unknown_and_keeps_its_ro
 #[tokio::test(flavor = "multi_thread")]
 async fn a_provider_that_says_nothing_about_itself_so_is_checked_all_the_same() {
     for (code, _) in CODES {
-        let remote = remote(Settings { check_interval: Duration::from_millis(100), ..Settings::default() }).await;
+        // before the operator asks for the first time: what it was once told, it keeps
+        let sim = SimProvider::default();
+        sim.slip(Method::Info, Slip::Code(code), None);
+        let remote = remote_to(sim, Settings { check_interval: Duration::from_millis(100), ..Settings::default() }).await;
         let rig = &remote.rig;
-        rig.sim.slip(Method::Info, Slip::Code(code), None);
         rig.apply("a", managed(1)).await;
         rig.until("a", "Provisioned", |p| is(p, PROVISIONED)).await;
         lab_tests::eventually("it was asked, and that it failed is counted", SOON, || async {
