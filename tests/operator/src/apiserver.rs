@@ -3,7 +3,9 @@
 //! finalizers, generations. Objects of known resources only; of schemas nothing but the CEL rules of a Proxy.
 //!
 //! It serves a `kube::Client` without a socket, or a port for another process. Faults come in between: see [`Fault`].
+//! With `KUBEBUILDER_ASSETS` or `KUBECONFIG` set, [`ApiServer::begin`] puts the same faults before a real one.
 
+mod cluster;
 mod faults;
 mod patch;
 mod routes;
@@ -19,14 +21,23 @@ use tokio::task::JoinHandle;
 pub use faults::{Fault, When};
 pub use store::Kind;
 
+use cluster::{Cluster, Turn, Who};
 use faults::Faults;
 use store::Store;
 
 /// The server. Clones share it.
 #[derive(Debug, Clone)]
 pub struct ApiServer {
-    store: Arc<Store>,
+    behind: Behind,
     faults: Arc<Faults>,
+    _turn: Option<Arc<Turn>>,
+}
+
+/// Who answers.
+#[derive(Debug, Clone)]
+enum Behind {
+    Memory(Arc<Store>),
+    Cluster(Arc<Cluster>),
 }
 
 /// Serves a port until it is dropped.
@@ -44,37 +55,52 @@ impl Drop for Port {
 }
 
 impl Default for ApiServer {
+    /// In memory.
     fn default() -> Self {
-        let server = Self { store: Arc::default(), faults: Arc::default() };
+        let store = Store::default();
         for name in ["kube-system", "default", "egress-proxies"] {
             let namespace = serde_json::json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": name } });
-            server.store.create(Kind::Namespace, "", namespace).expect("a namespace");
+            store.create(Kind::Namespace, "", namespace).expect("a namespace");
         }
-        server
+        Self { behind: Behind::Memory(Arc::new(store)), faults: Arc::default(), _turn: None }
     }
 }
 
 impl ApiServer {
+    /// A real one where one is given, and the one in memory otherwise. Of a real one each test has its turn: whoever
+    /// holds one server must not begin another.
+    ///
+    /// # Panics
+    /// If the one that is given cannot be used.
+    pub async fn begin() -> Self {
+        match cluster::turn().await {
+            Some((cluster, turn)) => Self { behind: Behind::Cluster(cluster), faults: Arc::default(), _turn: Some(Arc::new(turn)) },
+            None => Self::default(),
+        }
+    }
+
+    fn store(&self) -> &Arc<Store> {
+        match &self.behind {
+            Behind::Memory(store) => store,
+            Behind::Cluster(_) => panic!("only the API server in memory can be made to do this"),
+        }
+    }
+
     /// A client without a socket.
     #[must_use]
     pub fn client(&self) -> kube::Client {
-        kube::Client::new(self.router(), "default")
+        kube::Client::new(routes::router(self.behind.clone(), self.faults.clone(), Who::Test), "default")
     }
 
-    /// The routes, to put layers around.
-    pub fn router(&self) -> axum::Router {
-        routes::router(self.store.clone(), self.faults.clone())
-    }
-
-    /// Serves a free port on loopback.
+    /// Serves a free port on loopback, for an operator.
     pub async fn listen(&self) -> Port {
         self.listen_on(TcpListener::bind("127.0.0.1:0").await.expect("a port"))
     }
 
-    /// Serves a listener.
+    /// Serves a listener, for an operator.
     pub fn listen_on(&self, listener: TcpListener) -> Port {
         let url = format!("http://{}", listener.local_addr().expect("an address"));
-        let router = self.router();
+        let router = routes::router(self.behind.clone(), self.faults.clone(), Who::Operator);
         let task = tokio::spawn(async move {
             // ends with the task
             let _ = axum::serve(listener, router).await;
@@ -112,33 +138,43 @@ impl ApiServer {
 
     /// How many objects fit, without a request that anybody would count.
     pub fn holding(&self, kind: Kind, fits: impl Fn(&serde_json::Value) -> bool) -> usize {
-        self.store.holding(kind, fits)
+        self.store().holding(kind, fits)
     }
 
     /// A client whose requests meet no faults and are not counted.
     #[must_use]
     pub fn client_aside(&self) -> kube::Client {
-        kube::Client::new(routes::router(self.store.clone(), Arc::default()), "default")
+        kube::Client::new(routes::router(self.behind.clone(), Arc::default(), Who::Test), "default")
     }
 
-    /// Its clock goes so far ahead of everybody else's from now on; behind if it is negative.
+    /// Its clock goes so far ahead of everybody else's from now on; behind if it is negative. In memory only.
     pub fn skew(&self, by: SignedDuration) {
-        self.store.skew(by);
+        self.store().skew(by);
     }
 
-    /// Forgets everything that happened: a watch from before gets 410.
+    /// Forgets everything that happened: a watch from before gets 410. Before a real one, which keeps its history for
+    /// minutes, the answer is made up.
     pub fn compact(&self) {
-        self.store.compact();
+        match &self.behind {
+            Behind::Memory(store) => store.compact(),
+            Behind::Cluster(cluster) => {
+                self.fail(When { watch: Some(true), times: Some(1), ..When::default() }, Fault::Status(410));
+                cluster.end_watches();
+            }
+        }
     }
 
     /// Ends all watches, as an API server that is rolled does.
     pub fn end_watches(&self) {
-        self.store.end_watches();
+        match &self.behind {
+            Behind::Memory(store) => store.end_watches(),
+            Behind::Cluster(cluster) => cluster.end_watches(),
+        }
     }
 
-    /// A bookmark to all watches.
+    /// A bookmark to all watches. In memory only.
     pub fn bookmark(&self) {
-        self.store.bookmark();
+        self.store().bookmark();
     }
 }
 

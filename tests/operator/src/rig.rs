@@ -82,10 +82,18 @@ impl std::fmt::Debug for Rig {
     }
 }
 
+impl Drop for Rig {
+    fn drop(&mut self) {
+        if let Some(running) = self.running.take() {
+            running.abort();
+        }
+    }
+}
+
 impl Rig {
     /// With everything new.
     pub async fn start() -> Self {
-        Self::between(ApiServer::default(), SimProvider::default(), Settings::default()).await
+        Self::between(ApiServer::begin().await, SimProvider::default(), Settings::default()).await
     }
 
     /// Between an API server and a provider that are there.

@@ -49,15 +49,20 @@ async fn remote_to(sim: SimProvider, settings: Settings) -> Remote {
         tls_identity: None,
     };
     let provider = Arc::new(GrpcProvider::new(&options).expect("an endpoint")) as Arc<dyn Provider>;
-    let rig = Rig::with(ApiServer::default(), sim, [("sim".to_owned(), provider)].into(), settings).await;
+    let rig = Rig::with(ApiServer::begin().await, sim, [("sim".to_owned(), provider)].into(), settings).await;
     Remote { rig, served, _dir: dir }
 }
 
-/// What a person does who does not want to wait: some of these errors are tried again after ten minutes only.
+/// What a person does who does not want to wait: some of these errors are tried again after ten minutes only. A Proxy
+/// that is gone by now was looked at again by itself.
 async fn look_again(rig: &Rig, name: &str) {
     let now = uuid::Uuid::new_v4().to_string();
     let touch = json!({ "metadata": { "annotations": { "look": now } } });
-    rig.proxies().patch(name, &PatchParams::default(), &Patch::Merge(&touch)).await.expect("patched");
+    match rig.proxies().patch(name, &PatchParams::default(), &Patch::Merge(&touch)).await {
+        Ok(_) => {}
+        Err(kube::Error::Api(status)) if status.code == 404 => {}
+        Err(e) => panic!("{e}"),
+    }
 }
 
 fn refused(proxy: &Proxy) -> Option<i64> {

@@ -19,6 +19,7 @@ const DAY: SignedDuration = SignedDuration::from_hours(24);
 async fn an_api_server_whose_clock_is_a_day_off_changes_nothing_in_a_life() {
     let (port, proxy) = answering_proxy("200 OK").await;
     for skew in [DAY, -DAY] {
+        // in memory: nobody sets the clock of a real one
         let server = ApiServer::default();
         server.skew(skew);
         let settings = Settings { leader_elect: true, ..Settings::default() };
@@ -43,6 +44,7 @@ async fn the_collector_believes_no_clock_that_makes_an_instance_older_than_it_ha
     let hour = Duration::from_secs(3600);
     let gc = GcOptions { interval: Duration::from_millis(50), minimum_age: hour, most: 5, dry_run: false };
     for (of_the_api_server, of_the_provider) in [(DAY, -DAY), (-DAY, -DAY), (-DAY, DAY)] {
+        // in memory: nobody sets the clock of a real one
         let server = ApiServer::default();
         server.skew(of_the_api_server);
         let rig = Rig::between(server, SimProvider::default(), Settings { gc: gc.clone(), ..Settings::default() }).await;
@@ -57,7 +59,7 @@ async fn the_collector_believes_no_clock_that_makes_an_instance_older_than_it_ha
     // whose clock is ahead keeps what it says is young
     let gc = GcOptions { minimum_age: Duration::from_millis(300), ..gc };
     for (of_the_provider, left) in [(-DAY, 1), (DAY, 2)] {
-        let rig = Rig::between(ApiServer::default(), SimProvider::default(), Settings { gc: gc.clone(), ..Settings::default() }).await;
+        let rig = Rig::between(ApiServer::begin().await, SimProvider::default(), Settings { gc: gc.clone(), ..Settings::default() }).await;
         rig.apply("a", managed(1)).await;
         rig.until("a", "Provisioned", |p| is(p, PROVISIONED)).await;
         put_orphan(&rig, of_the_provider);
@@ -107,7 +109,7 @@ fn lease_of_another(now: Timestamp) -> Lease {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lease_that_is_renewed_is_respected_and_one_that_is_not_is_taken_whatever_its_times_say() {
     for skew in [-DAY, DAY] {
-        let server = ApiServer::default();
+        let server = ApiServer::begin().await;
         let api: Api<Lease> = Api::namespaced(server.client(), "egress-proxies");
         let mut lease = api.create(&PostParams::default(), &lease_of_another(Timestamp::now() + skew)).await.expect("made");
         let rig = Rig::between(server, SimProvider::default(), Settings { leader_elect: true, ..Settings::default() }).await;

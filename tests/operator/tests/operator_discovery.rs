@@ -20,7 +20,7 @@ async fn read(response: Response) -> Value {
 
 /// Three external proxies that are ready, and one that is not.
 async fn with_proxies(settings: Settings) -> (Rig, tokio::task::JoinHandle<()>) {
-    let rig = Rig::between(ApiServer::default(), SimProvider::default(), settings).await;
+    let rig = Rig::between(ApiServer::begin().await, SimProvider::default(), settings).await;
     let (port, proxy) = answering_proxy("200 OK").await;
     for n in 1..=3 {
         rig.apply(&format!("p{n}"), external(&format!("127.0.0.{n}"), port)).await;

@@ -49,7 +49,7 @@ async fn whatever_the_api_server_answers_for_a_while_everything_is_made_once_and
         (few("", ""), Fault::Slow(Duration::from_millis(300))),
     ] {
         let what = format!("{when:?} {fault:?}");
-        let server = ApiServer::default();
+        let server = ApiServer::begin().await;
         let rig = Rig::between(server, SimProvider::default(), Settings::default()).await;
         apply_all(&rig).await;
         rig.server.fail(when.clone(), fault.clone());
@@ -125,7 +125,7 @@ fn elected() -> Settings {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn of_two_operators_one_acts_and_the_other_goes_on_when_it_ends() {
-    let mut first = Rig::between(ApiServer::default(), SimProvider::default(), elected()).await;
+    let mut first = Rig::between(ApiServer::begin().await, SimProvider::default(), elected()).await;
     first.apply("p0", managed(1)).await;
     first.until("p0", "Provisioned", |p| is(p, PROVISIONED)).await;
     let mut second = first.again(elected()).await;
@@ -140,7 +140,7 @@ async fn of_two_operators_one_acts_and_the_other_goes_on_when_it_ends() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_operator_that_cannot_renew_ends_and_does_nothing_more() {
-    let mut rig = Rig::between(ApiServer::default(), SimProvider::default(), elected()).await;
+    let mut rig = Rig::between(ApiServer::begin().await, SimProvider::default(), elected()).await;
     rig.apply("p0", managed(1)).await;
     rig.until("p0", "Provisioned", |p| is(p, PROVISIONED)).await;
     rig.server.fail(When { path: "/leases", ..When::default() }, Fault::Status(503));
@@ -161,7 +161,7 @@ async fn a_provider_that_stands_still_holds_up_nobody_elses_proxies() {
     slow.delay(Duration::from_secs(3600));
     let providers = [("sim", slow), ("quick", quick.clone())]
         .map(|(name, p)| (name.to_owned(), std::sync::Arc::new(p) as std::sync::Arc<dyn egress_operator::provider_client::Provider>));
-    let rig = Rig::with(ApiServer::default(), quick, providers.into(), Settings::default()).await;
+    let rig = Rig::with(ApiServer::begin().await, quick, providers.into(), Settings::default()).await;
     for n in 0..100 {
         rig.apply(&format!("slow{n}"), managed(1)).await;
     }
@@ -189,7 +189,7 @@ async fn hundreds_of_proxies_at_once_ask_a_slow_api_server_only_a_few_things_at_
 #[tokio::test(flavor = "multi_thread")]
 async fn an_orphan_goes_after_two_sweeps_and_nothing_goes_while_something_is_in_doubt() {
     let gc = GcOptions { interval: Duration::from_millis(100), minimum_age: Duration::from_millis(300), most: 5, dry_run: false };
-    let rig = Rig::between(ApiServer::default(), SimProvider::default(), Settings { gc, ..Settings::default() }).await;
+    let rig = Rig::between(ApiServer::begin().await, SimProvider::default(), Settings { gc, ..Settings::default() }).await;
     rig.apply("p0", managed(1)).await;
     rig.until("p0", "Provisioned", |p| is(p, PROVISIONED)).await;
     let orphan = |uid: &str| {

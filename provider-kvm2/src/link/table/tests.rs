@@ -155,7 +155,8 @@ async fn a_caller_that_leaves_does_not_end_the_dial_of_the_others() {
 
 #[tokio::test]
 async fn a_throttling_sshd_is_tried_again_within_the_budget() {
-    let f = fixture(Manner::ClosesAtOnce, Duration::from_secs(1)).await;
+    // room for more than one try on a machine that has much else to do
+    let f = fixture(Manner::ClosesAtOnce, Duration::from_secs(5)).await;
     let e = f.table.dedicated(&hv1()).await.expect_err("never served");
     assert_eq!(e.reason(), Reason::SshThrottled);
     assert!(e.is_transient());

@@ -14,21 +14,23 @@ use serde_json::{Value, json};
 use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::RecvError;
 
+use super::cluster::Who;
 use super::faults::{Fault, Faults};
-use super::patch;
 use super::store::{Change, Heard, Kind, Part, Refused, Store};
+use super::{Behind, patch};
 
 /// The largest object.
-const BODY_LIMIT: usize = 3 << 20;
+pub(super) const BODY_LIMIT: usize = 3 << 20;
 
 #[derive(Debug, Clone)]
 struct Server {
-    store: Arc<Store>,
+    behind: Behind,
     faults: Arc<Faults>,
+    who: Who,
 }
 
-pub(super) fn router(store: Arc<Store>, faults: Arc<Faults>) -> Router {
-    Router::new().fallback(serve).with_state(Server { store, faults })
+pub(super) fn router(behind: Behind, faults: Arc<Faults>, who: Who) -> Router {
+    Router::new().fallback(serve).with_state(Server { behind, faults, who })
 }
 
 /// What a path names.
@@ -100,6 +102,15 @@ async fn serve(State(server): State<Server>, request: Request) -> Response {
         Some(Fault::Silent) => std::future::pending().await,
         Some(Fault::LostAnswer) | None => {}
     }
+    let response = match &server.behind {
+        Behind::Memory(store) => in_memory(store, request, &query, watch).await,
+        Behind::Cluster(cluster) => cluster.forward(request, server.who).await,
+    };
+    if fault == Some(Fault::LostAnswer) { failure(500, "InternalError", "done, and the answer is lost") } else { response }
+}
+
+async fn in_memory(store: &Arc<Store>, request: Request, query: &HashMap<String, String>, watch: bool) -> Response {
+    let (method, uri) = (request.method().clone(), request.uri().clone());
     if method == Method::GET && uri.path() == "/version" {
         return answer(
             200,
@@ -116,8 +127,7 @@ async fn serve(State(server): State<Server>, request: Request) -> Response {
         },
         Err(_) => return failure(413, "RequestEntityTooLarge", "the body is too large"),
     };
-    let response = handle(&server.store, &method, &at, &query, &content, body, watch);
-    if fault == Some(Fault::LostAnswer) { failure(500, "InternalError", "done, and the answer is lost") } else { response }
+    handle(store, &method, &at, query, &content, body, watch)
 }
 
 /// JSON; a server-side apply may come as YAML, which JSON is.
