@@ -114,8 +114,23 @@ impl UrlPolicy {
         }
     }
 
+    /// Whether a literal address is one that nothing opens: link-local, a metadata service, no address of a host.
+    pub fn check_never(url: &ImageUrl) -> Result<(), UrlRefusal> {
+        let host = url.url().host_str().unwrap_or_default();
+        literal(host).map_or(Ok(()), |addr| Self::check_never_addr(host, addr))
+    }
+
+    /// As [`Self::check_never`], of an address that `host` has.
+    pub fn check_never_addr(host: &str, addr: IpAddr) -> Result<(), UrlRefusal> {
+        match Kind::of(addr) {
+            Kind::Public | Kind::Private | Kind::Loopback => Ok(()),
+            kind @ (Kind::LinkLocal | Kind::Metadata | Kind::Unusable) => Err(UrlRefusal::Never { host: bounded(host), addr, kind }),
+        }
+    }
+
     /// An address that `host` has. Tunnelled forms count as what they lead to.
     pub fn check_addr(&self, host: &str, addr: IpAddr) -> Result<(), UrlRefusal> {
+        Self::check_never_addr(host, addr)?;
         let kind = Kind::of(addr);
         let allowed = match kind {
             Kind::Public => true,
@@ -124,9 +139,7 @@ impl UrlPolicy {
                 matches!(self.names(host), Some(Allowed::Host(_)))
                     || matches!(self.network(addr), Some(Allowed::Network(n)) if Kind::of(n.base) == Kind::Loopback)
             }
-            Kind::LinkLocal | Kind::Metadata | Kind::Unusable => {
-                return Err(UrlRefusal::Never { host: bounded(host), addr, kind });
-            }
+            Kind::LinkLocal | Kind::Metadata | Kind::Unusable => false,
         };
         if allowed { Ok(()) } else { Err(UrlRefusal::NotPublic { host: bounded(host), addr, kind }) }
     }

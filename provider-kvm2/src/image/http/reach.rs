@@ -79,9 +79,9 @@ pub(super) fn client(rules: &Rules, timing: &Timing) -> Result<reqwest::Client> 
         .connect_timeout(timing.connect)
         .user_agent(concat!("kvm2-providerd/", env!("CARGO_PKG_VERSION")));
     let builder = match rules.trust {
-        UrlTrust::Configured => builder,
+        UrlTrust::Configured => builder.dns_resolver(Arc::new(PolicyResolver(None))),
         // a proxy would resolve the name itself, and so past the policy
-        UrlTrust::Requested => builder.no_proxy().dns_resolver(Arc::new(PolicyResolver(rules.policy.clone()))),
+        UrlTrust::Requested => builder.no_proxy().dns_resolver(Arc::new(PolicyResolver(Some(rules.policy.clone())))),
     };
     builder.build().map_err(|e| ProviderError::new(Reason::Internal, "no HTTP client could be built").with_source(e.without_url()))
 }
@@ -111,16 +111,24 @@ pub(crate) fn admit(rules: &Rules, image: &ImageRef, url: &ImageUrl) -> Result<(
         let text = format!("the URL of image {} holds a user name or password, which would end up in logs; use a signed URL", image.key);
         return Err(ProviderError::new(Reason::ImageUrlForbidden, text));
     }
-    match rules.trust {
-        UrlTrust::Configured => Ok(()),
-        UrlTrust::Requested => rules.policy.check_url(url).map_err(|e| forbidden(image, url).with_source(e)),
-    }
+    let verdict = match rules.trust {
+        // what an admin has written is meant, where a server then sends us is not
+        UrlTrust::Configured if url.url().host_str() == image.url.url().host_str() => Ok(()),
+        UrlTrust::Configured => UrlPolicy::check_never(url),
+        UrlTrust::Requested => rules.policy.check_url(url),
+    };
+    verdict.map_err(|e| forbidden(image, url).with_source(e))
 }
 
 fn forbidden(image: &ImageRef, url: &ImageUrl) -> ProviderError {
     let host = bounded_to(url.url().host_str().unwrap_or_default(), 100);
-    let text = format!("image {} may not be fetched from {host}; have an admin allow it with urlPolicy, or use the catalogue", image.key);
-    ProviderError::new(Reason::ImageUrlForbidden, text)
+    let what_to_do = match image.trust {
+        UrlTrust::Configured => {
+            "it is link-local, a metadata service or no host's; correct the URL in the catalogue, or where it redirects to"
+        }
+        UrlTrust::Requested => "have an admin allow it with urlPolicy, or use the catalogue",
+    };
+    ProviderError::new(Reason::ImageUrlForbidden, format!("image {} may not be fetched from {host}; {what_to_do}", image.key))
 }
 
 async fn send(client: &reqwest::Client, timing: &Timing, image: &ImageRef, url: &ImageUrl, wanted: &Wanted) -> Result<Response> {
@@ -250,8 +258,8 @@ impl ContentRange {
     }
 }
 
-/// Resolves names to those of their addresses that the policy allows.
-struct PolicyResolver(UrlPolicy);
+/// Resolves names to those of their addresses that the policy allows; without one, to those that are not never allowed.
+struct PolicyResolver(Option<UrlPolicy>);
 
 #[derive(Debug, thiserror::Error)]
 #[error("none of the addresses of {host} is allowed")]
@@ -268,7 +276,11 @@ impl Resolve for PolicyResolver {
             let host = name.as_str().to_owned();
             let (mut allowed, mut first) = (Vec::new(), None);
             for address in tokio::net::lookup_host((host.as_str(), 0)).await? {
-                match policy.check_addr(&host, address.ip()) {
+                let verdict = match &policy {
+                    Some(policy) => policy.check_addr(&host, address.ip()),
+                    None => UrlPolicy::check_never_addr(&host, address.ip()),
+                };
+                match verdict {
                     Ok(()) => allowed.push(address),
                     Err(refusal) => first = first.or(Some(refusal)),
                 }
@@ -297,6 +309,17 @@ mod tests {
     use super::*;
     use rstest::rstest;
 
+    fn image_of(url: &ImageUrl) -> ImageRef {
+        ImageRef {
+            key: "debian".into(),
+            url: url.clone(),
+            sha256: None,
+            format: crate::config::ImageFormat::Raw,
+            firmware: crate::config::Firmware::Uefi,
+            trust: UrlTrust::Configured,
+        }
+    }
+
     #[rstest]
     #[case("bytes 5-9/10", Some(ContentRange { first: 5, last: 9, total: 10 }))]
     #[case("bytes 5-9/*", None)]
@@ -314,17 +337,39 @@ mod tests {
     #[case("https://a.test/d/x", "y?z", Some("https://a.test/d/y?z"))]
     fn a_redirect_never_leaves_https(#[case] from: &str, #[case] location: &str, #[case] to: Option<&str>) {
         let from = ImageUrl::parse(from).unwrap();
-        let image = ImageRef {
-            key: "debian".into(),
-            url: from.clone(),
-            sha256: None,
-            format: crate::config::ImageFormat::Raw,
-            firmware: crate::config::Firmware::Uefi,
-            trust: UrlTrust::Configured,
-        };
+        let image = image_of(&from);
         let rules = Rules { trust: image.trust, policy: crate::image::tests::entry().url_policy.clone() };
         let hop = next_hop(&rules, &image, &from, Some(location));
         assert_eq!(hop.ok(), to.map(|t| ImageUrl::parse(t).unwrap()));
+    }
+
+    #[rstest]
+    #[case("http://192.168.0.9/y", true)]
+    #[case("http://127.0.0.1/y", true)]
+    #[case("http://169.254.169.254/latest/meta-data", false)]
+    #[case("http://[fe80::1]/y", false)]
+    #[case("http://[::ffff:169.254.169.254]/y", false)]
+    #[case("http://168.63.129.16/y", false)]
+    #[case("http://0.0.0.0/y", false)]
+    fn a_server_of_the_catalogue_sends_us_to_no_metadata_service(#[case] location: &str, #[case] passes: bool) {
+        let from = ImageUrl::parse("http://mirror.lan/x").unwrap();
+        let image = image_of(&from);
+        let rules = Rules { trust: image.trust, policy: crate::image::tests::entry().url_policy.clone() };
+        let hop = next_hop(&rules, &image, &from, Some(location));
+        assert_eq!(hop.map_err(|e| e.reason()).err(), (!passes).then_some(Reason::ImageUrlForbidden));
+        // and what the admin has written there is meant
+        let direct = ImageUrl::parse(location).unwrap();
+        assert!(admit(&rules, &image_of(&direct), &direct).is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_name_of_the_catalogue_leads_to_no_address_that_is_no_hosts() {
+        let resolver = PolicyResolver(None);
+        // as getaddrinfo reads them: no look-up, so that no name server is needed
+        for (name, passes) in [("127.0.0.1", true), ("169.254.169.254", false), ("168.63.129.16", false)] {
+            let found = resolver.resolve(name.parse().unwrap()).await;
+            assert_eq!(found.is_ok(), passes, "{name}");
+        }
     }
 
     #[rstest]
