@@ -33,7 +33,15 @@ impl Cleanup {
             // fails for one that does not run
             let _ = host.try_virsh(&["destroy", domain]);
             // fails for one that was transient and is gone
-            let _ = host.try_virsh(&["undefine", domain, "--nvram", "--managed-save", "--snapshots-metadata", "--checkpoints-metadata"]);
+            let _ = host.try_virsh(&[
+                "undefine",
+                domain,
+                "--nvram",
+                "--managed-save",
+                "--snapshots-metadata",
+                "--checkpoints-metadata",
+                "--tpm",
+            ]);
         }
         for pool in host.try_virsh(&["pool-list", "--name"])?.split_whitespace() {
             let _ = host.try_virsh(&["pool-refresh", pool]);

@@ -285,6 +285,29 @@ async fn nvram_saved_memory_snapshots_and_checkpoints_do_not_keep_a_vm_from_bein
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_tpm_that_somebody_gave_a_vm_goes_with_its_state() {
+    let Some(case) = Case::start("tpm", &[HOST]) else { return };
+    let daemon = case.daemon(case.entry()).await;
+    let clients = daemon.clients();
+    let host = case.host(HOST);
+    let vm = case.vm("a");
+    clients.create(case.request(&vm, HOST)).await.expect("created");
+    host.virsh(&["destroy", &vm]);
+    // state that libvirt keeps unless it is told to remove it
+    let tpm = "<tpm model='tpm-crb'><backend type='emulator' version='2.0' persistent_state='yes'/></tpm></devices>";
+    host.define(&document(host, &vm).replace("</devices>", tpm));
+    host.virsh(&["start", &vm]);
+    host.virsh(&["destroy", &vm]);
+    let libvirtd = host.pid("libvirtd").expect("it runs");
+    let uuid = host.virsh(&["domuuid", &vm]);
+    let state = std::path::PathBuf::from(format!("/proc/{libvirtd}/root/var/lib/libvirt/swtpm/{}", uuid.trim()));
+    assert!(state.exists(), "{} is what Delete has to remove", state.display());
+    clients.delete(&id(&vm), &uid_of(&vm)).await.expect("deleted");
+    assert!(!state.exists(), "{} is left", state.display());
+    assert_eq!(case.left(HOST), Vec::<String>::new());
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_listing_has_the_instances_of_its_installation_by_host_and_name_in_pages() {
     let Some(case) = Case::start("list", &["hv1", HOST]) else { return };
     let daemon = case.daemon(case.entry()).await;
