@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use egress_operator::crd::proxy::{External, Placement, ProxySpec};
@@ -270,12 +271,21 @@ pub fn is(proxy: &Proxy, type_: &str) -> bool {
 
 /// A proxy that answers every CONNECT with a status; on every address of 127/8.
 pub async fn answering_proxy(status: &'static str) -> (u16, JoinHandle<()>) {
+    let (port, task, _) = counting_proxy(status).await;
+    (port, task)
+}
+
+/// As [`answering_proxy`], and how often it was connected to.
+pub async fn counting_proxy(status: &'static str) -> (u16, JoinHandle<()>, Arc<AtomicUsize>) {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     let listener = TcpListener::bind("0.0.0.0:0").await.expect("a port");
     let port = listener.local_addr().expect("an address").port();
+    let seen = Arc::new(AtomicUsize::new(0));
+    let count = seen.clone();
     let task = tokio::spawn(async move {
         let mut open = tokio::task::JoinSet::new();
         while let Ok((mut stream, _)) = listener.accept().await {
+            count.fetch_add(1, Ordering::SeqCst);
             open.spawn(async move {
                 let _ = stream.read(&mut [0; 1024]).await;
                 let _ = stream.write_all(format!("HTTP/1.1 {status}\r\n\r\n").as_bytes()).await;
@@ -283,5 +293,5 @@ pub async fn answering_proxy(status: &'static str) -> (u16, JoinHandle<()>) {
             while open.try_join_next().is_some() {}
         }
     });
-    (port, task)
+    (port, task, seen)
 }

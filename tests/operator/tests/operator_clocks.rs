@@ -11,7 +11,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use kube::Api;
 use kube::api::{ObjectMeta, PostParams};
 use operator_tests::rig::{SOON, answering_proxy, is, managed};
-use operator_tests::{ApiServer, Method, Rig, Settings, SimProvider};
+use operator_tests::{ApiServer, Method, Rig, Settings, SimProvider, When};
 
 const DAY: SignedDuration = SignedDuration::from_hours(24);
 
@@ -114,12 +114,16 @@ async fn a_lease_that_is_renewed_is_respected_and_one_that_is_not_is_taken_whate
         let mut lease = api.create(&PostParams::default(), &lease_of_another(Timestamp::now() + skew)).await.expect("made");
         let rig = Rig::between(server, SimProvider::default(), Settings { leader_elect: true, ..Settings::default() }).await;
         rig.apply("a", managed(1)).await;
-        // for longer than its duration, by a clock that is a day off
-        for _ in 0..30 {
-            tokio::time::sleep(Duration::from_millis(200)).await;
+        // for longer than its duration, by a clock that is a day off; ours looks at it ten times in three seconds
+        let looks = || rig.server.count(&When { method: "GET", path: "/leases/egress-operator", ..When::default() });
+        let (first, lease) = (looks(), tokio::sync::Mutex::new(&mut lease));
+        lab_tests::eventually("it was looked at for longer than it lasts", SOON, || async {
+            let mut lease = lease.lock().await;
             lease.spec = lease_of_another(Timestamp::now() + skew).spec;
-            lease = api.replace("egress-operator", &PostParams::default(), &lease).await.expect("nobody else has written it");
-        }
+            **lease = api.replace("egress-operator", &PostParams::default(), &lease).await.expect("nobody else has written it");
+            if looks() >= first + 20 { Ok(()) } else { Err(format!("{} looks", looks() - first)) }
+        })
+        .await;
         assert_eq!((rig.metric("egress_operator_leader").await, rig.sim.calls(Method::Create)), (0, 0), "{skew}");
         // the other one is gone
         rig.until("a", "Provisioned", |p| is(p, PROVISIONED)).await;

@@ -1,7 +1,7 @@
 //! What clients of discovery see.
 
 use egress_operator::conditions::READY;
-use operator_tests::rig::{TOKEN, answering_proxy, external, is};
+use operator_tests::rig::{SOON, TOKEN, answering_proxy, external, is};
 use operator_tests::{ApiServer, Rig, Settings, SimProvider};
 use reqwest::{Client, Method, Response, StatusCode};
 use serde_json::{Value, json};
@@ -34,16 +34,13 @@ async fn with_proxies(settings: Settings) -> (Rig, tokio::task::JoinHandle<()>) 
 
 /// The list as it is when the watch has told discovery what the test knows already.
 async fn ready_list(rig: &Rig) -> (String, Value) {
-    for _ in 0..200 {
+    lab_tests::eventually("three are listed", SOON, || async {
         let response = call(rig, Method::GET, "/v1/proxies", None).await;
         let etag = response.headers()["etag"].to_str().expect("text").to_owned();
         let list = read(response).await;
-        if list["items"].as_array().is_some_and(|items| items.len() == 3) {
-            return (etag, list);
-        }
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-    }
-    panic!("three are not listed");
+        if list["items"].as_array().is_some_and(|items| items.len() == 3) { Ok((etag, list)) } else { Err(list.to_string()) }
+    })
+    .await
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -107,7 +104,7 @@ async fn leases_are_fair_renewed_released_and_survive_the_operator() {
     assert_eq!(renewed.status(), StatusCode::OK);
     rig.kill().await;
     let again = rig.again(Settings::default()).await;
-    lab_tests::eventually("the leases are taken over", operator_tests::rig::SOON, || async {
+    lab_tests::eventually("the leases are taken over", SOON, || async {
         let answer = call(&again, Method::GET, "/v1/leases", None).await;
         let list = read(answer).await;
         if list["items"].as_array().is_some_and(|l| l.len() == 6) { Ok(()) } else { Err(list.to_string()) }
@@ -127,7 +124,7 @@ async fn leases_are_fair_renewed_released_and_survive_the_operator() {
 #[tokio::test(flavor = "multi_thread")]
 async fn bad_wishes_have_their_reason_and_none_ready_says_when_to_come_back() {
     let rig = Rig::start().await;
-    lab_tests::eventually("the desk is open", operator_tests::rig::SOON, || async {
+    lab_tests::eventually("the desk is open", SOON, || async {
         let answer = call(&rig, Method::GET, "/v1/leases", None).await;
         if answer.status() == StatusCode::OK { Ok(()) } else { Err(answer.status().to_string()) }
     })
@@ -140,7 +137,7 @@ async fn bad_wishes_have_their_reason_and_none_ready_says_when_to_come_back() {
         let answer = call(&rig, Method::POST, "/v1/leases", Some(body)).await;
         assert_eq!((answer.status(), read(answer).await["error"]["code"].as_str()), (StatusCode::BAD_REQUEST, Some(code)));
     }
-    lab_tests::eventually("nothing is ready", operator_tests::rig::SOON, || async {
+    lab_tests::eventually("nothing is ready", SOON, || async {
         let answer = call(&rig, Method::POST, "/v1/leases", Some(json!({ "client": "c" }))).await;
         let retry = answer.headers().contains_key("retry-after");
         let (status, body) = (answer.status(), read(answer).await);

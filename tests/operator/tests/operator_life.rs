@@ -1,5 +1,7 @@
 //! The life of a Proxy, from being applied to being gone, over an API server and a provider in this process.
 
+use std::sync::atomic::Ordering;
+
 use egress_operator::conditions::{HEALTHY, PROVISIONED, READY};
 use egress_operator::crd::ConditionStatus;
 use egress_operator::crd::proxy::{CloudInit, KeyRef, OnTimeout, Phase, Provisioning};
@@ -10,7 +12,7 @@ use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
 use kube::api::{ObjectMeta, Patch, PatchParams, PostParams};
 use kube::{Api, ResourceExt};
-use operator_tests::rig::{NAMESPACE, answering_proxy, condition, external, is, managed};
+use operator_tests::rig::{NAMESPACE, SOON, answering_proxy, condition, counting_proxy, external, is, managed};
 use operator_tests::sim::user_data;
 use operator_tests::{Method, Rig, Slip, When};
 use serde_json::json;
@@ -68,20 +70,13 @@ async fn user_data_of_a_secret_reaches_the_provider_and_a_missing_one_is_shown()
     };
     Api::<Secret>::namespaced(rig.client.clone(), NAMESPACE).create(&PostParams::default(), &secret).await.expect("made");
     // what a person does who does not want to wait for the next look
-    let touch = json!({ "metadata": { "annotations": { "look": "again" } } });
-    tokio::time::timeout(operator_tests::rig::SOON, async {
-        for n in 0.. {
-            let touch = json!({ "metadata": { "annotations": { "look": format!("{n}") } } });
-            rig.proxies().patch("a", &PatchParams::default(), &Patch::Merge(&touch)).await.expect("patched");
-            tokio::time::sleep(std::time::Duration::from_millis(500)).await;
-            if rig.sim.calls(Method::Create) > 0 {
-                break;
-            }
-        }
+    lab_tests::eventually("the Secret is read", SOON, || async {
+        let now = uuid::Uuid::new_v4().to_string();
+        let touch = json!({ "metadata": { "annotations": { "look": now } } });
+        rig.proxies().patch("a", &PatchParams::default(), &Patch::Merge(&touch)).await.map_err(|e| e.to_string())?;
+        if rig.sim.calls(Method::Create) > 0 { Ok(()) } else { Err("no Create".to_owned()) }
     })
-    .await
-    .expect("the Secret is read");
-    drop(touch);
+    .await;
     rig.until("a", "Provisioned", |p| is(p, PROVISIONED)).await;
     assert_eq!(user_data(&rig.sim.asked()[0]), bytes);
 }
@@ -104,7 +99,7 @@ async fn a_stopped_vm_is_replaced_and_a_paused_or_unknown_one_never() {
     }
     rig.sim.change(&name, |i| i.state = InstanceState::Stopped.into());
     rig.proxies().patch("a", &PatchParams::default(), &Patch::Merge(&look(3))).await.expect("patched");
-    lab_tests::eventually("it is replaced", operator_tests::rig::SOON, || async {
+    lab_tests::eventually("it is replaced", SOON, || async {
         if rig.sim.asked().len() == 2 { Ok(()) } else { Err(format!("{} Creates", rig.sim.asked().len())) }
     })
     .await;
@@ -213,10 +208,8 @@ async fn a_vm_without_an_address_is_reported_after_its_deadline_and_replaced_onl
     assert_eq!(rig.sim.calls(Method::Delete), 0);
     let replace = json!({ "spec": { "provisioning": { "onTimeout": "Replace" } } });
     rig.proxies().patch("a", &PatchParams::default(), &Patch::Merge(&replace)).await.expect("patched");
-    lab_tests::eventually("it is replaced", operator_tests::rig::SOON, || async {
-        if rig.sim.asked().len() == 2 { Ok(()) } else { Err("not yet".to_owned()) }
-    })
-    .await;
+    lab_tests::eventually("it is replaced", SOON, || async { if rig.sim.asked().len() == 2 { Ok(()) } else { Err("not yet".to_owned()) } })
+        .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -251,7 +244,7 @@ async fn an_external_proxy_is_only_probed_and_offered() {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_external_proxy_that_is_gone_is_not_probed_any_more_and_leaves_its_address_to_others() {
     let rig = Rig::start().await;
-    let (port, proxy) = answering_proxy("200 OK").await;
+    let (port, proxy, seen) = counting_proxy("200 OK").await;
     rig.apply("a", external("127.0.0.1", port)).await;
     rig.until("a", "Ready", |p| is(p, READY)).await;
     rig.delete("a").await;
@@ -261,15 +254,22 @@ async fn an_external_proxy_that_is_gone_is_not_probed_any_more_and_leaves_its_ad
     rig.until("b", "Ready", |p| is(p, READY)).await;
     rig.delete("b").await;
     rig.until_gone("b").await;
-    lab_tests::eventually("nobody is probed", operator_tests::rig::SOON, || async {
-        let before = rig.metric("egress_operator_probes_total").await;
-        // longer than any wait between two probes of this operator
-        tokio::time::sleep(std::time::Duration::from_secs(1)).await;
-        let after = rig.metric("egress_operator_probes_total").await;
+    // how often one that is there is probed meanwhile says that its turn would have come
+    let (other, another, clock) = counting_proxy("200 OK").await;
+    rig.apply("c", external("127.0.0.2", other)).await;
+    rig.until("c", "Ready", |p| is(p, READY)).await;
+    lab_tests::eventually("what is gone is not probed", SOON, || async {
+        let (before, start) = (seen.load(Ordering::SeqCst), clock.load(Ordering::SeqCst));
+        lab_tests::eventually("the other one is probed", SOON, || async {
+            if clock.load(Ordering::SeqCst) >= start + 4 { Ok(()) } else { Err("not yet".to_owned()) }
+        })
+        .await;
+        let after = seen.load(Ordering::SeqCst);
         if before == after { Ok(()) } else { Err(format!("{before} and then {after} probes")) }
     })
     .await;
     proxy.abort();
+    another.abort();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -284,7 +284,7 @@ async fn an_operator_that_starts_takes_no_proxy_out_of_service_and_writes_nothin
     let writes = || rig.server.count(&When { method: "PUT", path: "/status", ..When::default() });
     let (before, asked) = (writes(), rig.sim.calls(Method::Get));
     let again = rig.again(operator_tests::Settings::default()).await;
-    lab_tests::eventually("all were looked at, and probed until a verdict", operator_tests::rig::SOON, || async {
+    lab_tests::eventually("all were looked at, and probed until a verdict", SOON, || async {
         let (gets, probes) = (again.sim.calls(Method::Get) - asked, again.metric("egress_operator_probes_total").await);
         if gets >= 6 && probes >= 6 { Ok(()) } else { Err(format!("{gets} looks, {probes} probes")) }
     })
@@ -296,13 +296,16 @@ async fn an_operator_that_starts_takes_no_proxy_out_of_service_and_writes_nothin
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_is_written_and_nobody_is_asked_while_nothing_changes() {
     let rig = Rig::start().await;
-    let (port, proxy) = answering_proxy("200 OK").await;
+    let (port, proxy, seen) = counting_proxy("200 OK").await;
     rig.apply("a", managed(port)).await;
     rig.until("a", "Ready", |p| is(p, READY)).await;
     let writes = || rig.server.count(&When { method: "PUT", path: "/proxies/a/status", ..When::default() });
     let (before, calls) = (writes(), rig.sim.calls(Method::Get));
-    // many probes later
-    tokio::time::sleep(std::time::Duration::from_secs(3)).await;
+    let probed = seen.load(Ordering::SeqCst);
+    lab_tests::eventually("it is probed again and again", SOON, || async {
+        if seen.load(Ordering::SeqCst) >= probed + 6 { Ok(()) } else { Err("not yet".to_owned()) }
+    })
+    .await;
     assert_eq!((writes(), rig.sim.calls(Method::Get)), (before, calls));
     assert!(before <= 8, "{before} status writes until Ready");
     proxy.abort();
