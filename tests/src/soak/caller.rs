@@ -246,7 +246,11 @@ impl Caller {
         {
             let belief = &mut self.beliefs[name];
             belief.daemon_is_through(daemons[0]);
-            belief.is(There::Nothing);
+            match deleted.outcome() {
+                // the Create had made nothing yet, and volumes without a domain are nobody's who asks by key
+                delete_response::Outcome::AlreadyAbsent => self.saw(name, Seen::NoDomain),
+                _ => belief.is(There::Nothing),
+            }
         }
         said
     }
