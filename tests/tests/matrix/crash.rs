@@ -11,7 +11,7 @@ use lab_tests::summary::is_full;
 use lab_tests::{Case, Outcome, Summary, failpoints};
 
 use crate::hosts;
-use crate::support::{AT_A_TIME, Found, delete, run_all};
+use crate::support::{AT_A_TIME, Found, delete, run_all, with_base};
 
 const HOST: &str = "hv3";
 /// For what has to come back by itself. It only tells what is stuck.
@@ -89,12 +89,7 @@ async fn a_daemon_that_dies_anywhere_loses_leaks_and_locks_nothing() {
     let Some(program) = failpoints::binary("a_daemon_that_dies_anywhere_loses_leaks_and_locks_nothing") else { return };
     let running = hosts::enter(&case).await;
     let case = Arc::new(case);
-    // one base for all that find the image on the host
-    let warm = case.vm("warm");
-    let daemon = case.daemon_in("warm", case.other_entry("w")).await;
-    daemon.clients().create(case.request(&warm, HOST)).await.expect("created");
-    daemon.clients().delete_by_key(&warm, &uid_of(&warm)).await.expect("deleted");
-    drop(daemon);
+    with_base(&case, HOST).await;
     let mut summary = Summary::of("crash");
     let tries = tries().into_iter().map(|one| {
         let point = format!("{:?} at {}, {:?}, then {:?}", one.how, one.point, one.cache, one.then);

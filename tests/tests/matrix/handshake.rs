@@ -6,16 +6,13 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use egress_provider_proto::v1::ErrorClass;
-use lab_tests::case::uid_of;
 use lab_tests::counters::DaemonCounts;
 use lab_tests::summary::is_full;
 use lab_tests::{Case, Clients, Fault, FaultProxy, Outcome, Refusal, Summary, eventually};
 use serde_json::json;
-use tokio::task::JoinHandle;
-use tonic::{Code, Status};
 
 use crate::hosts;
-use crate::support::until_served;
+use crate::support::{ask_meanwhile, get, until_served};
 
 const SILENT: &str = "hv2";
 const SOUND: &str = "hv3";
@@ -25,7 +22,6 @@ const BACK_WITHIN: Duration = Duration::from_secs(30);
 /// Only tells what is stuck.
 const SOON: Duration = Duration::from_secs(45);
 const CALLERS: usize = 3;
-const MEANWHILE: usize = 3;
 /// As the errors of a dial name them.
 const STAGES: [&str; 4] = ["SSH handshake", "SSH authentication", "opening the libvirt socket", "opening libvirt"];
 
@@ -89,16 +85,7 @@ async fn silent_after(clients: &Clients, proxy: &FaultProxy, none: &str, limit: 
             tokio::spawn(async move { get(&clients, SILENT, &none).await })
         })
         .collect();
-    let mut meanwhile = false;
-    for _ in 0..MEANWHILE {
-        if let Err(e) = get(clients, SOUND, none).await {
-            outcome.wrong.push(format!("the other host: {}", e.message()));
-        }
-        meanwhile |= !callers.iter().all(JoinHandle::is_finished);
-    }
-    if !meanwhile {
-        outcome.wrong.push("the other host was answered only when the silent one's callers were back".to_owned());
-    }
+    ask_meanwhile(clients, SOUND, none, &callers, &mut outcome).await;
     for (n, caller) in callers.into_iter().enumerate() {
         match tokio::time::timeout(BACK_WITHIN, caller).await {
             Err(_) => outcome.stuck.push(format!("caller {n} is not back within {BACK_WITHIN:?}")),
@@ -116,12 +103,4 @@ async fn silent_after(clients: &Clients, proxy: &FaultProxy, none: &str, limit: 
     proxy.set(Fault::Pass);
     until_served(&mut outcome, "a call after the silence", SOON, || get(clients, SILENT, none)).await;
     (outcome, stage)
-}
-
-/// Whether the host answered: that it has no such VM is an answer, too.
-async fn get(clients: &Clients, host: &str, vm: &str) -> Result<(), Status> {
-    match clients.get(&format!("hosts/{host}/domains/{vm}"), &uid_of(vm)).await {
-        Err(e) if e.code() != Code::NotFound => Err(e),
-        _ => Ok(()),
-    }
 }

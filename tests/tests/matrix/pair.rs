@@ -14,7 +14,7 @@ use lab_tests::{Case, Clients, Daemon, Hold, Outcome, Refusal, Summary, eventual
 use tonic::{Code, Status};
 
 use crate::hosts;
-use crate::support::{AT_A_TIME, Found, delete, left_over, run_all, until_served};
+use crate::support::{AT_A_TIME, Found, delete, left_over, run_all, until_served, with_base};
 
 const HOST: &str = "hv3";
 /// Only tells what is stuck.
@@ -82,11 +82,7 @@ async fn two_daemons_of_one_entry_agree_wherever_one_of_them_stands_or_dies() {
     let Some(program) = failpoints::binary("two_daemons_of_one_entry_agree") else { return };
     let running = hosts::enter(&case).await;
     let case = Arc::new(case);
-    let warm = case.vm("warm");
-    let daemon = case.daemon_in("warm", case.other_entry("w")).await;
-    daemon.clients().create(case.request(&warm, HOST)).await.expect("created");
-    daemon.clients().delete_by_key(&warm, &uid_of(&warm)).await.expect("deleted");
-    drop(daemon);
+    with_base(&case, HOST).await;
     let tries = tries().into_iter().map(|one| {
         let point = format!("{}, {}, {:?}, the other {:?}", one.point, if one.cold { "cold" } else { "warm" }, one.first, one.other);
         let (case, program) = (case.clone(), program.clone());

@@ -7,17 +7,17 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use egress_provider_proto::v1::ErrorClass;
-use lab_tests::case::{request, uid_of};
+use lab_tests::case::request;
 use lab_tests::counters::DaemonCounts;
 use lab_tests::lab::Host;
 use lab_tests::summary::is_full;
-use lab_tests::{Answer, Case, Clients, Fault, FaultProxy, Hold, ImageServer, Outcome, Refusal, Summary, eventually, failpoints, lockup};
+use lab_tests::{Answer, Case, Fault, FaultProxy, Hold, ImageServer, Outcome, Refusal, Summary, eventually, failpoints, lockup};
 use serde_json::json;
 use tokio::task::JoinHandle;
 use tonic::Status;
 
 use crate::hosts;
-use crate::support::{delete, in_turn, run_all};
+use crate::support::{ask_meanwhile, delete, get, in_turn, run_all};
 
 const SILENT: &str = "hv1";
 const SOUND: &str = "hv2";
@@ -29,7 +29,6 @@ const SOON: Duration = Duration::from_secs(60);
 /// Callers of the silent host that wait at the same time.
 const CALLERS: usize = 4;
 /// Calls of the other host that have to be answered while those wait.
-const MEANWHILE: usize = 5;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
@@ -176,16 +175,7 @@ async fn silent(case: Arc<Case>, program: PathBuf, n: usize, place: Place, freez
         let (clients, here) = (clients.clone(), here.clone());
         callers.push(tokio::spawn(async move { get(&clients, SILENT, &here).await }));
     }
-    let mut meanwhile = false;
-    for _ in 0..MEANWHILE {
-        if let Err(e) = get(&clients, SOUND, &there).await {
-            outcome.wrong.push(format!("the other host: {}", e.message()));
-        }
-        meanwhile |= !callers.iter().all(JoinHandle::is_finished);
-    }
-    if !meanwhile {
-        outcome.wrong.push("the other host was answered only when the silent one's callers were back".to_owned());
-    }
+    ask_meanwhile(&clients, SOUND, &there, &callers, &mut outcome).await;
     for (n, caller) in callers.into_iter().enumerate() {
         match tokio::time::timeout(BACK_WITHIN, caller).await {
             Err(_) => outcome.stuck.push(format!("caller {n} is not back within {BACK_WITHIN:?}")),
@@ -229,12 +219,4 @@ async fn silent(case: Arc<Case>, program: PathBuf, n: usize, place: Place, freez
         outcome.wrong.push("a libvirtd has died".to_owned());
     }
     outcome
-}
-
-/// Whether the host answered: that it has no such VM is an answer, too.
-async fn get(clients: &Clients, host: &str, vm: &str) -> Result<(), Status> {
-    match clients.get(&format!("hosts/{host}/domains/{vm}"), &uid_of(vm)).await {
-        Err(e) if e.code() != tonic::Code::NotFound => Err(e),
-        _ => Ok(()),
-    }
 }

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use egress_provider_proto::v1::{ErrorClass, ListByTagResponse};
+use lab_tests::case::uid_of;
 use lab_tests::lab::Host;
 use lab_tests::scratch::sha256_of;
 use lab_tests::{Case, Clients, Outcome, Refusal, Summary, Turn, lockup};
 use tokio::sync::{Mutex, Semaphore};
-use tokio::task::JoinSet;
-use tonic::Status;
+use tokio::task::{JoinHandle, JoinSet};
+use tonic::{Code, Status};
 
 /// Tries at a time that do not disturb each other: each waits most of its time, on a machine of two cores.
 pub(crate) const AT_A_TIME: usize = 4;
@@ -22,6 +23,9 @@ const ATTEMPTS: usize = 3;
 /// Added to a try's number for each further attempt.
 const ANOTHER: usize = 1000;
 
+/// Calls of a sound host while another one is silent.
+const MEANWHILE: usize = 5;
+
 /// Between two tries of a caller that may come again.
 const PAUSE: Duration = Duration::from_millis(200);
 
@@ -29,6 +33,36 @@ const PAUSE: Duration = Duration::from_millis(200);
 pub(crate) async fn in_turn() -> Turn {
     static TURN: Mutex<()> = Mutex::const_new(());
     Turn::take(&TURN).await
+}
+
+/// One base for all that find the image on the host.
+pub(crate) async fn with_base(case: &Case, host: &str) {
+    let warm = case.vm("warm");
+    let daemon = case.daemon_in("warm", case.other_entry("w")).await;
+    daemon.clients().create(case.request(&warm, host)).await.expect("created");
+    daemon.clients().delete_by_key(&warm, &uid_of(&warm)).await.expect("deleted");
+}
+
+/// Whether a host answered: that it has no such VM is an answer, too.
+pub(crate) async fn get(clients: &Clients, host: &str, vm: &str) -> Result<(), Status> {
+    match clients.get(&format!("hosts/{host}/domains/{vm}"), &uid_of(vm)).await {
+        Err(e) if e.code() != Code::NotFound => Err(e),
+        _ => Ok(()),
+    }
+}
+
+/// Asks a sound host while callers wait for a silent one: it answers, and before they are back.
+pub(crate) async fn ask_meanwhile<T>(clients: &Clients, sound: &str, vm: &str, callers: &[JoinHandle<T>], outcome: &mut Outcome) {
+    let mut meanwhile = false;
+    for _ in 0..MEANWHILE {
+        if let Err(e) = get(clients, sound, vm).await {
+            outcome.wrong.push(format!("the other host: {}", e.message()));
+        }
+        meanwhile |= !callers.iter().all(JoinHandle::is_finished);
+    }
+    if !meanwhile {
+        outcome.wrong.push("the other host was answered only when the silent one's callers were back".to_owned());
+    }
 }
 
 /// Runs all tries, some at a time, and notes how each ended; one that does not end is stuck.
