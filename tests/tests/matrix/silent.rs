@@ -175,6 +175,13 @@ async fn silent(case: Arc<Case>, program: PathBuf, n: usize, place: Place, freez
         let (clients, here) = (clients.clone(), here.clone());
         callers.push(tokio::spawn(async move { get(&clients, SILENT, &here).await }));
     }
+    if place == Place::Dial {
+        // who asks for the other host before it would be answered whatever a dial holds up
+        eventually("the dial is under way", SOON, || async {
+            if proxy.counts().connections > 0 { Ok(()) } else { Err("not yet".to_owned()) }
+        })
+        .await;
+    }
     ask_meanwhile(&clients, SOUND, &there, &callers, &mut outcome).await;
     for (n, caller) in callers.into_iter().enumerate() {
         match tokio::time::timeout(BACK_WITHIN, caller).await {
