@@ -99,8 +99,11 @@ fn settle(board: &Board, target: &Target, finding: &Finding, options: &ProberOpt
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpListener;
+    use tokio::sync::Barrier;
 
     use super::*;
 
@@ -116,15 +119,28 @@ mod tests {
 
     #[tokio::test]
     async fn many_proxies_are_probed_a_few_at_a_time_until_each_has_its_verdict() {
+        const MOST: usize = 4;
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let port = listener.local_addr().expect("an address").port();
-        let server = tokio::spawn(async move {
-            let mut open = JoinSet::new();
-            while let Ok((mut stream, _)) = listener.accept().await {
-                open.spawn(async move {
-                    let _ = stream.read(&mut [0; 512]).await;
-                    let _ = stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await;
-                });
+        let (open, peak) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let server = tokio::spawn({
+            let (open, peak, full) = (open, peak.clone(), Arc::new(Barrier::new(MOST)));
+            async move {
+                let mut answers = JoinSet::new();
+                while let Ok((mut stream, _)) = listener.accept().await {
+                    peak.fetch_max(open.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                    let (open, full) = (open.clone(), full.clone());
+                    answers.spawn(async move {
+                        let _ = stream.read(&mut [0; 512]).await;
+                        // so many there have to be, and one more has every chance to come
+                        full.wait().await;
+                        for _ in 0..1000 {
+                            tokio::task::yield_now().await;
+                        }
+                        open.fetch_sub(1, Ordering::SeqCst);
+                        let _ = stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await;
+                    });
+                }
             }
         });
         let (board, mut names) = Board::new();
@@ -133,12 +149,16 @@ mod tests {
             board.want(&format!("ns/p{n}"), Some(("127.0.0.1".into(), port)));
         }
         let stop = CancellationToken::new();
-        let prober = tokio::spawn(Prober::new(board.clone(), options(4), Arc::default()).run(stop.clone()));
-        while (0..50).any(|n| board.health(&format!("ns/p{n}")).and_then(|h| h.healthy) != Some(true)) {
-            names.recv().await.expect("a verdict");
-        }
+        let prober = tokio::spawn(Prober::new(board.clone(), options(MOST), Arc::default()).run(stop.clone()));
+        let all = async {
+            while (0..50).any(|n| board.health(&format!("ns/p{n}")).and_then(|h| h.healthy) != Some(true)) {
+                names.recv().await.expect("a verdict");
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(60), all).await.expect("each has its verdict, and none is forgotten");
         stop.cancel();
         prober.await.expect("it ends");
         server.abort();
+        assert_eq!(peak.load(Ordering::SeqCst), MOST);
     }
 }
