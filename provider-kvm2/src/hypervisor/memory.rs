@@ -62,6 +62,17 @@ struct State {
     /// None: this call succeeds.
     failures: HashMap<&'static str, VecDeque<Option<CallFailure>>>,
     calls: Vec<&'static str>,
+    crossing: Option<Crossing>,
+}
+
+/// What another daemon writes between two calls.
+struct Crossing {
+    call: &'static str,
+    /// Calls of this name that come first.
+    after: usize,
+    domain: String,
+    uri: String,
+    element: String,
 }
 
 struct Domain {
@@ -242,6 +253,12 @@ impl MemoryHost {
         queue.push_back(Some(failure));
     }
 
+    /// After so many calls of this name, and before the next one, somebody else writes this into the metadata of a domain.
+    pub fn write_before(&self, call: &'static str, after: usize, domain: &str, uri: &str, element: &str) {
+        let crossing = Crossing { call, after, domain: domain.to_owned(), uri: uri.to_owned(), element: element.to_owned() };
+        lock(&self.state).crossing = Some(crossing);
+    }
+
     /// The names of all calls since the last look, in order.
     pub fn calls(&self) -> Vec<&'static str> {
         std::mem::take(&mut lock(&self.state).calls)
@@ -348,6 +365,7 @@ impl MemoryLink {
             Ok(()) => {
                 let mut state = lock(&self.host.state);
                 state.calls.push(call);
+                state.cross(call);
                 match state.next_failure(call) {
                     Some(failure) => Err(failure),
                     None => act(&mut state),
@@ -451,6 +469,19 @@ impl Drop for OpenStream<'_> {
 }
 
 impl State {
+    fn cross(&mut self, call: &str) {
+        let Some(crossing) = self.crossing.as_mut().filter(|c| c.call == call) else { return };
+        if crossing.after > 0 {
+            crossing.after -= 1;
+            return;
+        }
+        let Some(Crossing { domain, uri, element, .. }) = self.crossing.take() else { return };
+        if let Some(domain) = self.domains.get_mut(&domain) {
+            domain.metadata.retain(|(u, _)| *u != uri);
+            domain.metadata.push((uri, element));
+        }
+    }
+
     fn next_failure(&mut self, call: &str) -> Option<CallFailure> {
         self.failures.get_mut(call)?.pop_front()?
     }

@@ -17,6 +17,14 @@ use crate::domain::{InstanceId, VmName};
 use crate::error::{ProviderError, Reason, Result, defect};
 use crate::hypervisor::{DomainRef, HostId, code};
 
+/// What has become of a domain whose Delete has begun.
+enum Course {
+    Goes,
+    Gone,
+    /// Another daemon has written another mark.
+    Anew(Phase),
+}
+
 impl Provider {
     pub(super) async fn delete_instance(&self, request: DeleteRequest) -> Result<Deleted> {
         let entry = placement::entry(&self.config.current(), &request.entry)?;
@@ -115,17 +123,18 @@ impl Provider {
             Err(_) => false,
         };
         failpoint!("delete.after_mark");
-        match site.hv.destroy_domain(domain).await {
-            Ok(()) => {}
-            Err(e) if e.is(code::OPERATION_INVALID) || e.is(code::NO_DOMAIN) => {}
-            Err(e) => return Err(e.into()),
-        }
+        self.stop(site, domain).await?;
         failpoint!("delete.after_destroy");
         let host = &site.host.name;
+        let id = InstanceId { host: host.clone(), name: name.clone() };
         let mut removed = Vec::new();
         // another daemon may have ended this Delete and made the instance anew: its volumes have the same names
-        if marked && !self.is_being_deleted(site, name, domain).await? {
-            return Ok(removed);
+        if marked {
+            match self.course_of(site, name, domain).await? {
+                Course::Goes => {}
+                Course::Gone => return Ok(removed),
+                Course::Anew(_) => return Err(answers::changed(&id)),
+            }
         }
         let volumes = [(RemovedKind::Overlay, name.overlay_volume()), (RemovedKind::Seed, name.seed_volume())];
         let gone = join_all(volumes.iter().map(|(_, volume)| self.remove_volume(site, volume))).await;
@@ -135,8 +144,18 @@ impl Provider {
             }
         }
         failpoint!("delete.before_undefine");
-        if marked && !self.is_being_deleted(site, name, domain).await? {
-            return Ok(removed);
+        if marked {
+            match self.course_of(site, name, domain).await? {
+                Course::Goes => {}
+                Course::Gone => return Ok(removed),
+                // the last word of a Create that this Delete has overtaken: its disk went a moment ago, and left to itself
+                // the domain could be neither started nor made anew
+                Course::Anew(Phase::Ready) if !self.has_overlay(site, name).await? => {
+                    tracing::info!(host = %id.host, name = %id.name, "a Create of another daemon ended while its instance was being deleted");
+                    self.stop(site, domain).await?;
+                }
+                Course::Anew(_) => return Err(answers::changed(&id)),
+            }
         }
         match site.hv.undefine_domain(domain).await {
             Ok(()) => {
@@ -149,16 +168,31 @@ impl Provider {
         Ok(removed)
     }
 
-    /// Whether the domain still is the one whose Delete has begun. False once it is gone; an error if it is another's now.
-    async fn is_being_deleted(&self, site: &Site, name: &VmName, domain: &DomainRef) -> Result<bool> {
+    /// What has become of a domain whose Delete has begun; an error if it is another's now.
+    async fn course_of(&self, site: &Site, name: &VmName, domain: &DomainRef) -> Result<Course> {
         let id = InstanceId { host: site.host.name.clone(), name: name.clone() };
         let element = match site.hv.domain_metadata(domain, mark::NAMESPACE).await {
-            Err(e) if e.is(code::NO_DOMAIN) => return Ok(false),
+            Err(e) if e.is(code::NO_DOMAIN) => return Ok(Course::Gone),
             other => other?,
         };
-        match require_mark(element.as_deref(), &id)?.phase {
-            Phase::Deleting => Ok(true),
-            Phase::Creating | Phase::Ready => Err(answers::changed(&id)),
+        Ok(match require_mark(element.as_deref(), &id)?.phase {
+            Phase::Deleting => Course::Goes,
+            phase @ (Phase::Creating | Phase::Ready) => Course::Anew(phase),
+        })
+    }
+
+    async fn has_overlay(&self, site: &Site, name: &VmName) -> Result<bool> {
+        match site.hv.lookup_volume(&site.pool, &name.overlay_volume()).await {
+            Ok(_) => Ok(true),
+            Err(e) if e.is(code::NO_STORAGE_VOL) => Ok(false),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    async fn stop(&self, site: &Site, domain: &DomainRef) -> Result<()> {
+        match site.hv.destroy_domain(domain).await {
+            Err(e) if !e.is(code::OPERATION_INVALID) && !e.is(code::NO_DOMAIN) => Err(e.into()),
+            _ => Ok(()),
         }
     }
 

@@ -518,6 +518,21 @@ async fn a_create_steps_back_from_another_daemons_fresh_delete_and_a_delete_ends
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_create_that_ends_while_another_daemon_deletes_leaves_no_domain_without_a_disk() {
+    // looks at the mark in a Delete: whose it is, and whether it still goes before the volumes and before the domain
+    for (looks, outcome) in [(1, None), (2, Some(DeleteOutcome::Deleted))] {
+        let bench = Bench::warm();
+        bench.daemon("a").create(create("vm-1", "u1")).await.expect("created");
+        let ready = bench.mark_of("vm-1").await.expect("a mark").to_metadata();
+        bench.host.write_before("domain_metadata", looks, "vm-1", mark::NAMESPACE, &ready);
+        let deleted = bench.daemon("b").delete(delete(by_key("vm-1", "u1"))).await;
+        assert_eq!(deleted.as_ref().ok().map(|d| d.outcome), outcome, "{deleted:?}");
+        // whole or gone
+        assert_eq!((bench.host.domain_names().len(), bench.vm_volumes().len()), if outcome.is_some() { (0, 0) } else { (1, 2) });
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn another_daemons_fresh_attempt_is_let_alone_and_an_old_one_taken_over() {
     let bench = Bench::warm();
     let steps = steps_of_a_create().await;

@@ -95,11 +95,13 @@ pub struct Belief {
     transient: bool,
     /// Suspended by hand and not resumed; a maybe once anything else may have happened.
     pub suspended: bool,
+    /// A hand may have suspended it: its command did not come back.
+    pub perhaps_suspended: bool,
 }
 
 impl Default for Belief {
     fn default() -> Self {
-        Self { may_be: [There::Nothing].into(), unfinished: Vec::new(), transient: false, suspended: false }
+        Self { may_be: [There::Nothing].into(), unfinished: Vec::new(), transient: false, suspended: false, perhaps_suspended: false }
     }
 }
 
@@ -187,7 +189,7 @@ impl Belief {
     /// What was done to a VM by hand ends with it.
     fn forget_the_gone(&mut self) {
         if self.may_be.iter().all(|there| there.vm().is_none()) {
-            (self.transient, self.suspended) = (false, false);
+            (self.transient, self.suspended, self.perhaps_suspended) = (false, false, false);
         }
     }
 

@@ -164,12 +164,13 @@ impl Caller {
                 if let Err(why) = before.may_make(vm, made) {
                     self.violation(name, why);
                 }
-                if before.suspended && before.is_certain() {
+                // one that was made anew is another than the one that was suspended
+                if before.suspended && before.is_certain() && made != Made::Created {
                     self.violation(name, "a suspended VM was created");
                 }
                 let belief = &mut self.beliefs[name];
                 belief.over(work, daemon, now, false);
-                belief.suspended = false;
+                (belief.suspended, belief.perhaps_suspended) = (false, false);
                 if alone {
                     belief.daemon_is_through(daemon);
                     belief.is(There::Complete(vm));
@@ -180,7 +181,7 @@ impl Caller {
                     Reason::NameOwnedByOtherUid => Some(Seen::NotOf(vm.uid)),
                     Reason::SpecConflict => Some(Seen::OtherSpec(vm)),
                     Reason::VolumeConflict => Some(Seen::Volumes),
-                    Reason::PausedByAdmin if before.suspended || !before.is_certain() => Some(Seen::Domain),
+                    Reason::PausedByAdmin if before.suspended || before.perhaps_suspended || !before.is_certain() => Some(Seen::Domain),
                     _ => None,
                 };
                 if seen.is_none() && is_of_history(answer) {
@@ -433,7 +434,7 @@ impl Caller {
             (_, None) => {
                 belief.undefined_by_hand();
                 belief.may_also_be(There::Volumes);
-                belief.suspended |= hand == Hand::Suspend;
+                belief.perhaps_suspended |= hand == Hand::Suspend;
                 return "virsh failed".to_owned();
             }
             (Hand::Undefine, Some((true, true))) => belief.undefined_by_hand(),
@@ -442,7 +443,7 @@ impl Caller {
         }
         match hand {
             Hand::Suspend if done => belief.suspended = true,
-            Hand::Resume | Hand::Destroy if done => belief.suspended = false,
+            Hand::Resume | Hand::Destroy if done => (belief.suspended, belief.perhaps_suspended) = (false, false),
             _ => {}
         }
         if let Some((_, is_there)) = there {
