@@ -311,6 +311,11 @@ impl MemoryHost {
 }
 
 impl Domain {
+    fn set_metadata(&mut self, uri: &str, element: &str) {
+        self.metadata.retain(|(u, _)| u != uri);
+        self.metadata.push((uri.to_owned(), element.to_owned()));
+    }
+
     fn forget_if_stopped(&mut self) {
         if self.state.state == DOMAIN_SHUTOFF {
             self.live.clear();
@@ -477,8 +482,7 @@ impl State {
         }
         let Some(Crossing { domain, uri, element, .. }) = self.crossing.take() else { return };
         if let Some(domain) = self.domains.get_mut(&domain) {
-            domain.metadata.retain(|(u, _)| *u != uri);
-            domain.metadata.push((uri, element));
+            domain.set_metadata(&uri, &element);
         }
     }
 
@@ -737,9 +741,7 @@ impl Hypervisor for MemoryLink {
     async fn set_domain_metadata(&self, domain: &DomainRef, uri: &str, _prefix: &str, element: &str) -> CallResult<()> {
         self.call("set_domain_metadata", |s| {
             Document::parse(element)?;
-            let metadata = &mut s.domain(domain)?.metadata;
-            metadata.retain(|(u, _)| u != uri);
-            metadata.push((uri.to_owned(), element.to_owned()));
+            s.domain(domain)?.set_metadata(uri, element);
             Ok(())
         })
         .await

@@ -17,14 +17,6 @@ use crate::domain::{InstanceId, VmName};
 use crate::error::{ProviderError, Reason, Result, defect};
 use crate::hypervisor::{DomainRef, HostId, code};
 
-/// What has become of a domain whose Delete has begun.
-enum Course {
-    Goes,
-    Gone,
-    /// Another daemon has written another mark.
-    Anew(Phase),
-}
-
 impl Provider {
     pub(super) async fn delete_instance(&self, request: DeleteRequest) -> Result<Deleted> {
         let entry = placement::entry(&self.config.current(), &request.entry)?;
@@ -130,10 +122,9 @@ impl Provider {
         let mut removed = Vec::new();
         // another daemon may have ended this Delete and made the instance anew: its volumes have the same names
         if marked {
-            match self.course_of(site, name, domain).await? {
-                Course::Goes => {}
-                Course::Gone => return Ok(removed),
-                Course::Anew(_) => return Err(answers::changed(&id)),
+            let Some(now) = self.mark_now(site, &id, domain).await? else { return Ok(removed) };
+            if now.phase != Phase::Deleting {
+                return Err(answers::changed(&id));
             }
         }
         let volumes = [(RemovedKind::Overlay, name.overlay_volume()), (RemovedKind::Seed, name.seed_volume())];
@@ -145,16 +136,14 @@ impl Provider {
         }
         failpoint!("delete.before_undefine");
         if marked {
-            match self.course_of(site, name, domain).await? {
-                Course::Goes => {}
-                Course::Gone => return Ok(removed),
+            let Some(now) = self.mark_now(site, &id, domain).await? else { return Ok(removed) };
+            if now.phase == Phase::Ready && now.uid == mark.uid && !self.has_overlay(site, name).await? {
                 // the last word of a Create that this Delete has overtaken: its disk went a moment ago, and left to itself
                 // the domain could be neither started nor made anew
-                Course::Anew(Phase::Ready) if !self.has_overlay(site, name).await? => {
-                    tracing::info!(host = %id.host, name = %id.name, "a Create of another daemon ended while its instance was being deleted");
-                    self.stop(site, domain).await?;
-                }
-                Course::Anew(_) => return Err(answers::changed(&id)),
+                tracing::info!(host = %id.host, name = %id.name, "a Create of another daemon ended while its instance was being deleted");
+                self.stop(site, domain).await?;
+            } else if now.phase != Phase::Deleting {
+                return Err(answers::changed(&id));
             }
         }
         match site.hv.undefine_domain(domain).await {
@@ -168,17 +157,12 @@ impl Provider {
         Ok(removed)
     }
 
-    /// What has become of a domain whose Delete has begun; an error if it is another's now.
-    async fn course_of(&self, site: &Site, name: &VmName, domain: &DomainRef) -> Result<Course> {
-        let id = InstanceId { host: site.host.name.clone(), name: name.clone() };
-        let element = match site.hv.domain_metadata(domain, mark::NAMESPACE).await {
-            Err(e) if e.is(code::NO_DOMAIN) => return Ok(Course::Gone),
-            other => other?,
-        };
-        Ok(match require_mark(element.as_deref(), &id)?.phase {
-            Phase::Deleting => Course::Goes,
-            phase @ (Phase::Creating | Phase::Ready) => Course::Anew(phase),
-        })
+    /// The mark that a domain has after its Delete has begun; None once it is gone, an error if it is not ours any more.
+    async fn mark_now(&self, site: &Site, id: &InstanceId, domain: &DomainRef) -> Result<Option<Mark>> {
+        match site.hv.domain_metadata(domain, mark::NAMESPACE).await {
+            Err(e) if e.is(code::NO_DOMAIN) => Ok(None),
+            element => require_mark(element?.as_deref(), id).map(Some),
+        }
     }
 
     async fn has_overlay(&self, site: &Site, name: &VmName) -> Result<bool> {

@@ -16,7 +16,7 @@ use egress_operator::provider_client::Provider;
 use egress_operator::provider_health::MonitorOptions;
 use egress_operator::pulse::{Pulse, PulseLayer};
 use egress_operator::run::{Operator, RunError};
-use kube::api::{DeleteParams, PostParams};
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use kube::client::ClientBuilder;
 use kube::{Api, Client};
 use tokio::net::TcpListener;
@@ -197,6 +197,18 @@ impl Rig {
         self.proxies().delete(name, &DeleteParams::default()).await.expect("it is there");
     }
 
+    /// What a person does who does not want to wait: after some errors the next look is ten minutes away. A Proxy that is
+    /// gone by now was looked at by itself.
+    pub async fn look_again(&self, name: &str) {
+        let now = uuid::Uuid::new_v4().to_string();
+        let touch = serde_json::json!({ "metadata": { "annotations": { "look": now } } });
+        match self.proxies().patch(name, &PatchParams::default(), &Patch::Merge(&touch)).await {
+            Ok(_) => {}
+            Err(kube::Error::Api(status)) if status.code == 404 => {}
+            Err(e) => panic!("{e}"),
+        }
+    }
+
     /// Waits until a Proxy is as a test wants it.
     pub async fn until(&self, name: &str, what: &str, fits: impl Fn(&Proxy) -> bool) -> Proxy {
         let mut last = None;
@@ -241,6 +253,13 @@ impl Rig {
             .filter_map(|e| e.reason)
             .collect()
     }
+}
+
+/// A port of loopback that was free a moment ago, for a program that binds it by itself.
+#[must_use]
+pub fn free_port() -> u16 {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    listener.local_addr().expect("an address").port()
 }
 
 /// A Proxy that `sim` makes.

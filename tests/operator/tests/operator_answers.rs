@@ -11,11 +11,9 @@ use egress_operator::names::instance_name;
 use egress_operator::provider_client::Provider;
 use egress_operator::provider_client::grpc::{GrpcOptions, GrpcProvider};
 use egress_operator::reconcile::FINALIZER;
-use kube::api::{Patch, PatchParams};
 use kube::{Api, ResourceExt as _};
 use operator_tests::rig::{SOON, answering_proxy, condition, is, managed};
 use operator_tests::{ApiServer, Method, Rig, Settings, SimProvider, Slip, grpc};
-use serde_json::json;
 use tonic::Code;
 
 const CODES: [(Code, &str); 2] = [(Code::Unimplemented, "Unimplemented"), (Code::DeadlineExceeded, "DeadlineExceeded")];
@@ -53,18 +51,6 @@ async fn remote_to(sim: SimProvider, settings: Settings) -> Remote {
     Remote { rig, served, _dir: dir }
 }
 
-/// What a person does who does not want to wait: some of these errors are tried again after ten minutes only. A Proxy
-/// that is gone by now was looked at again by itself.
-async fn look_again(rig: &Rig, name: &str) {
-    let now = uuid::Uuid::new_v4().to_string();
-    let touch = json!({ "metadata": { "annotations": { "look": now } } });
-    match rig.proxies().patch(name, &PatchParams::default(), &Patch::Merge(&touch)).await {
-        Ok(_) => {}
-        Err(kube::Error::Api(status)) if status.code == 404 => {}
-        Err(e) => panic!("{e}"),
-    }
-}
-
 fn refused(proxy: &Proxy) -> Option<i64> {
     proxy.status.as_ref().and_then(|s| s.refused_generation)
 }
@@ -79,7 +65,7 @@ async fn a_create_that_is_answered_so_is_shown_not_latched_and_made_when_it_is_o
         let shown = rig.until("a", reason, |p| condition(p, PROVISIONED) == (ConditionStatus::False, reason.to_owned())).await;
         assert_eq!(refused(&shown), None, "{code:?}");
         rig.sim.mend();
-        look_again(rig, "a").await;
+        rig.look_again("a").await;
         rig.until("a", "Provisioned", |p| is(p, PROVISIONED)).await;
         assert_eq!(rig.sim.instances().len(), 1, "{code:?}");
     }
@@ -94,13 +80,13 @@ async fn a_get_that_is_answered_so_takes_no_working_proxy_out_of_service() {
         rig.apply("a", managed(port)).await;
         let before = rig.until("a", "Ready", |p| is(p, READY)).await.status.and_then(|s| s.address);
         rig.sim.slip(Method::Get, Slip::Code(code), None);
-        look_again(rig, "a").await;
+        rig.look_again("a").await;
         let shown = rig.until("a", reason, |p| condition(p, PROVISIONED) == (ConditionStatus::Unknown, reason.to_owned())).await;
         assert!(is(&shown, READY), "{code:?}");
         let status = shown.status.as_ref().expect("a status");
         assert_eq!((status.address.clone(), status.address_stale, refused(&shown)), (before, Some(true), None), "{code:?}");
         rig.sim.mend();
-        look_again(rig, "a").await;
+        rig.look_again("a").await;
         rig.until("a", "known again", |p| is(p, PROVISIONED) && p.status.as_ref().is_some_and(|s| s.address_stale.is_none())).await;
         assert_eq!((rig.sim.calls(Method::Create), rig.sim.calls(Method::Delete)), (1, 0), "{code:?}");
     }
@@ -120,7 +106,7 @@ async fn a_delete_that_is_answered_so_keeps_the_finalizer_until_the_vm_is_gone()
         assert!(shown.finalizers().iter().any(|f| f == FINALIZER), "{code:?}");
         assert_eq!(rig.sim.instances().len(), 1, "{code:?}");
         rig.sim.mend();
-        look_again(rig, "a").await;
+        rig.look_again("a").await;
         rig.until_gone("a").await;
         assert!(rig.sim.instances().is_empty(), "{code:?}");
     }

@@ -71,9 +71,7 @@ async fn user_data_of_a_secret_reaches_the_provider_and_a_missing_one_is_shown()
     Api::<Secret>::namespaced(rig.client.clone(), NAMESPACE).create(&PostParams::default(), &secret).await.expect("made");
     // what a person does who does not want to wait for the next look
     lab_tests::eventually("the Secret is read", SOON, || async {
-        let now = uuid::Uuid::new_v4().to_string();
-        let touch = json!({ "metadata": { "annotations": { "look": now } } });
-        rig.proxies().patch("a", &PatchParams::default(), &Patch::Merge(&touch)).await.map_err(|e| e.to_string())?;
+        rig.look_again("a").await;
         if rig.sim.calls(Method::Create) > 0 { Ok(()) } else { Err("no Create".to_owned()) }
     })
     .await;

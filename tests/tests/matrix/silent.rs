@@ -28,7 +28,6 @@ const BACK_WITHIN: Duration = Duration::from_secs(45);
 const SOON: Duration = Duration::from_secs(60);
 /// Callers of the silent host that wait at the same time.
 const CALLERS: usize = 4;
-/// Calls of the other host that have to be answered while those wait.
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {

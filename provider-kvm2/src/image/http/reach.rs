@@ -258,7 +258,7 @@ impl ContentRange {
     }
 }
 
-/// Resolves names to those of their addresses that the policy allows; without one, to those that are not never allowed.
+/// Resolves names to those of their addresses that the policy allows; without one, to all but those that no policy opens.
 struct PolicyResolver(Option<UrlPolicy>);
 
 #[derive(Debug, thiserror::Error)]

@@ -20,7 +20,7 @@ use kube::Api;
 use kube::api::{DeleteParams, PostParams};
 use lab_tests::counters::Usage;
 use operator_tests::apiserver::{ApiServer, Kind, kubeconfig};
-use operator_tests::rig::{answering_proxy, managed};
+use operator_tests::rig::{answering_proxy, free_port, managed};
 use operator_tests::{Method, SimProvider, grpc};
 use serde_json::Value;
 
@@ -379,11 +379,6 @@ impl Drop for Operator {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
-}
-
-fn free_port() -> u16 {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
-    listener.local_addr().expect("an address").port()
 }
 
 /// What everything has cost up to a moment.

@@ -1,13 +1,14 @@
 //! etcd and kube-apiserver, as their projects ship them, for as long as this process lives.
 
 use std::fs::File;
-use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use kube::config::{AuthInfo, Config};
+
+use crate::rig::free_port;
 
 /// Until kube-apiserver is ready; it takes some seconds.
 const START: Duration = Duration::from_secs(120);
@@ -90,10 +91,6 @@ pub(super) async fn start(assets: &Path) -> Result<Config, String> {
         }
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
-}
-
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a port").port()
 }
 
 /// Ends when this process does, however that ends: it dies with the thread that began it, which lasts as long.
