@@ -156,7 +156,11 @@ impl Provider {
             // the domain was looked for before the volumes were listed: another daemon may have made all of them meanwhile
             return match site.hv.lookup_domain(order.name.as_str()).await {
                 Ok(_) => Err(busy(&order.id())),
-                Err(e) if e.is(code::NO_DOMAIN) => Err(conflict),
+                Err(e) if e.is(code::NO_DOMAIN) => match self.is_being_left(site, &order.name, OTHERS_PATIENCE).await {
+                    Ok(true) => Err(busy(&order.id())),
+                    Ok(false) => Err(conflict),
+                    Err(e) => Err(e),
+                },
                 Err(e) => Err(e.into()),
             };
         }

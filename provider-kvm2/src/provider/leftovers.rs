@@ -5,14 +5,17 @@
 //! instance, only if their content says that a provider made them, and only if no
 //! domain of the host uses them: a domain that was renamed keeps its files' names.
 
+use std::time::Duration;
+
 use futures::{StreamExt, TryStreamExt, stream};
+use jiff::Timestamp;
 
 use super::sites::Site;
 use super::{Provider, Removed, RemovedKind};
 use crate::domain::volume::VolumeXml;
 use crate::domain::{VmName, host_xml};
 use crate::error::{ProviderError, Reason, Result};
-use crate::hypervisor::{Hypervisor, VolumeRef, code};
+use crate::hypervisor::{CallResult, Hypervisor, VolumeRef, code};
 
 /// Domain documents read at a time; the link bounds what libvirtd sees.
 const READS: usize = 4;
@@ -23,31 +26,8 @@ const ISO_LABEL: std::ops::Range<usize> = 40..46;
 impl Provider {
     pub(super) async fn remove_leftovers(&self, site: &Site, name: &VmName) -> Result<Vec<Removed>> {
         let hv = &*site.hv;
-        let mut found = Vec::new();
-        for (kind, volume) in [(RemovedKind::Overlay, name.overlay_volume()), (RemovedKind::Seed, name.seed_volume())] {
-            let volume = match hv.lookup_volume(&site.pool, &volume).await {
-                Ok(volume) => volume,
-                Err(e) if e.is(code::NO_STORAGE_VOL) => continue,
-                Err(e) => return Err(e.into()),
-            };
-            let ours = match kind {
-                RemovedKind::Overlay => backs_onto_a_base(hv, &site.entry.name, &volume).await?,
-                RemovedKind::Seed | RemovedKind::Domain => is_a_seed(hv, &volume).await?,
-            };
-            if !ours {
-                return Err(conflict(site, &volume, "its content is not what this provider makes"));
-            }
-            found.push((kind, volume));
-        }
-        if found.is_empty() {
-            return Ok(Vec::new());
-        }
-        let paths: Vec<&str> = found.iter().map(|(_, v)| v.key.as_str()).collect();
-        if let Some(user) = user_of(hv, &paths).await? {
-            return Err(conflict(site, &found[0].1, &format!("domain {user} uses it")));
-        }
         let mut removed = Vec::new();
-        for (kind, volume) in found {
+        for (kind, volume) in leftovers(site, name).await? {
             match hv.delete_volume(&volume).await {
                 Ok(()) => removed.push(Removed { kind, host: site.host.name.clone(), pool: site.host.pool.clone(), name: volume.name }),
                 Err(e) if e.is(code::NO_STORAGE_VOL) => {}
@@ -56,15 +36,70 @@ impl Provider {
         }
         Ok(removed)
     }
+
+    /// Whether volumes without a domain may be somebody's who is still at work: a Create of another daemon, whose domain
+    /// a Delete took from under it, goes on to its next look at the domain and then removes them. By the host's clock; one
+    /// that is off by more than `patience` only makes the answer the other one.
+    pub(super) async fn is_being_left(&self, site: &Site, name: &VmName, patience: Duration) -> Result<bool> {
+        let found = match leftovers(site, name).await {
+            Err(e) if e.reason() == Reason::VolumeConflict => return Ok(false),
+            other => other?,
+        };
+        let now = Timestamp::now();
+        for (_, volume) in found {
+            let xml = match site.hv.volume_xml(&volume).await {
+                Ok(xml) => xml,
+                Err(e) if e.is(code::NO_STORAGE_VOL) => continue,
+                Err(e) => return Err(e.into()),
+            };
+            let modified = VolumeXml::parse(&xml).ok().and_then(|shape| shape.modified);
+            if modified.is_none_or(|at| now.duration_since(at).unsigned_abs() >= patience) {
+                return Ok(false);
+            }
+        }
+        // or all of them are gone by now
+        Ok(true)
+    }
 }
 
-async fn backs_onto_a_base(hv: &dyn Hypervisor, entry: &str, volume: &VolumeRef) -> Result<bool> {
+/// What a provider made under the name and no domain uses; an error names what is not that.
+async fn leftovers(site: &Site, name: &VmName) -> Result<Vec<(RemovedKind, VolumeRef)>> {
+    let hv = &*site.hv;
+    let mut found = Vec::new();
+    for (kind, volume) in [(RemovedKind::Overlay, name.overlay_volume()), (RemovedKind::Seed, name.seed_volume())] {
+        let volume = match hv.lookup_volume(&site.pool, &volume).await {
+            Ok(volume) => volume,
+            Err(e) if e.is(code::NO_STORAGE_VOL) => continue,
+            Err(e) => return Err(e.into()),
+        };
+        let ours = match kind {
+            RemovedKind::Overlay => backs_onto_a_base(hv, &site.entry.name, &volume).await,
+            RemovedKind::Seed | RemovedKind::Domain => is_a_seed(hv, &volume).await,
+        };
+        match ours {
+            Ok(true) => found.push((kind, volume)),
+            Ok(false) => return Err(conflict(site, &volume, "its content is not what this provider makes")),
+            Err(e) if e.is(code::NO_STORAGE_VOL) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    if found.is_empty() {
+        return Ok(found);
+    }
+    let paths: Vec<&str> = found.iter().map(|(_, v)| v.key.as_str()).collect();
+    if let Some(user) = user_of(hv, &paths).await? {
+        return Err(conflict(site, &found[0].1, &format!("domain {user} uses it")));
+    }
+    Ok(found)
+}
+
+async fn backs_onto_a_base(hv: &dyn Hypervisor, entry: &str, volume: &VolumeRef) -> CallResult<bool> {
     let xml = hv.volume_xml(volume).await?;
     let backing = VolumeXml::parse(&xml).ok().and_then(|shape| shape.backing_path);
     Ok(backing.as_deref().and_then(|path| path.rsplit('/').next()).is_some_and(|base| base.starts_with(&format!("base-{entry}-"))))
 }
 
-async fn is_a_seed(hv: &dyn Hypervisor, volume: &VolumeRef) -> Result<bool> {
+async fn is_a_seed(hv: &dyn Hypervisor, volume: &VolumeRef) -> CallResult<bool> {
     let head = hv.download(volume, ISO_HEADER + 64).await?;
     // one that was cut off before its header was written is ours as well: nothing else is born of this name and zero
     let header = head.get(ISO_HEADER as usize..).unwrap_or_default();

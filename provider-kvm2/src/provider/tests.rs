@@ -760,6 +760,26 @@ async fn delete_by_id_removes_what_a_lost_domain_left_unless_another_domain_uses
 }
 
 #[tokio::test(start_paused = true)]
+async fn volumes_that_lost_their_domain_a_moment_ago_are_waited_for_and_older_ones_refused() {
+    let bench = Bench::warm();
+    let provider = bench.daemon("a");
+    provider.create(create("vm-1", "u1")).await.expect("created");
+    let link = bench.host.link();
+    let domain = link.lookup_domain("vm-1").await.expect("there");
+    link.destroy_domain(&domain).await.expect("stopped");
+    link.undefine_domain(&domain).await.expect("undefined");
+
+    let busy = bench.daemon("b").create(create("vm-1", "u1")).await.expect_err("let alone");
+    assert_eq!(busy.reason(), Reason::OperationInProgress);
+    assert!(busy.retry_delay().is_some());
+    for volume in ["vm-1.qcow2", "vm-1-seed.iso"] {
+        bench.host.touch_volume("default", volume, Duration::from_secs(300));
+        assert_eq!(reason(bench.daemon("b").create(create("vm-1", "u1")).await), Reason::VolumeConflict, "{volume}");
+    }
+    assert_eq!(bench.vm_volumes().len(), 2, "nobody removed them");
+}
+
+#[tokio::test(start_paused = true)]
 async fn entries_that_share_a_host_list_their_own_instances() {
     let bench = Bench::warm();
     let other = Entry { name: "other".into(), ..entry() };

@@ -2,7 +2,7 @@
 //!
 //! One program, so that what mostly waits (a guest that boots, a silent host that has to be
 //! given up) goes on beside what mostly works. Each module keeps to hosts of its own:
-//! `lifecycle` and `agents` to hv1, `storage`, `images`, `untrusted`, `disk`, `guests`, `storms`, `slow` and `killed` to
+//! `lifecycle` and `agents` to hv1, `storage`, `images`, `untrusted`, `disk`, `guests`, `storms`, `overtaken`, `slow` and `killed` to
 //! hv2; `faults` breaks hv3, `pools` and `libvirtd` hv4, and each of these has one test at a time.
 
 use lab_tests::Turn;
@@ -16,6 +16,7 @@ mod images;
 mod killed;
 mod libvirtd;
 mod lifecycle;
+mod overtaken;
 mod pools;
 mod slow;
 mod storage;

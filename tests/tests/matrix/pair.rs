@@ -37,6 +37,8 @@ enum Other {
     Deletes,
     /// Delete, and then Create for another owner under the same name.
     Replaces,
+    /// Delete, and then the same Create again.
+    Recreates,
 }
 
 #[derive(Debug, Clone)]
@@ -61,14 +63,18 @@ fn tries() -> Vec<Try> {
     let replaces =
         failpoints::of("delete").into_iter().map(|point| Try { point, cold: false, first: First::Stands, other: Other::Replaces });
     tries.extend(replaces);
+    let recreates =
+        failpoints::of("create").into_iter().map(|point| Try { point, cold: false, first: First::Stands, other: Other::Recreates });
+    tries.extend(recreates);
     if !is_full() {
-        const SOME: [(&str, bool, First, Other); 6] = [
+        const SOME: [(&str, bool, First, Other); 7] = [
             ("create.after_overlay", false, First::Stands, Other::Creates),
             ("create.before_seed", false, First::Stands, Other::Deletes),
             ("create.after_define", true, First::Dies, Other::Creates),
             ("publish.in_body", true, First::Stands, Other::Creates),
             ("delete.after_destroy", false, First::Stands, Other::Creates),
             ("delete.before_undefine", false, First::Stands, Other::Replaces),
+            ("create.after_seed_volume", false, First::Stands, Other::Recreates),
         ];
         tries.retain(|t| SOME.contains(&(t.point.as_str(), t.cold, t.first, t.other)));
         assert_eq!(tries.len(), SOME.len(), "every place is there");
@@ -127,8 +133,8 @@ async fn pair(case: Arc<Case>, program: PathBuf, n: usize, one: Try) -> Outcome 
     }
     let short = CreateRequest { max_wait: seconds(MEANWHILE_SECONDS), ..case.request(&vm, HOST) };
     let meanwhile = match one.other {
-        Other::Creates => tokio::time::timeout(SOON, second.create(short)).await.map(|answer| answer.map(drop)),
-        Other::Deletes | Other::Replaces => {
+        Other::Creates => tokio::time::timeout(SOON, second.create(short.clone())).await.map(|answer| answer.map(drop)),
+        Other::Deletes | Other::Replaces | Other::Recreates => {
             tokio::time::timeout(SOON, second.delete_by_key(&vm, &uid_of(&vm))).await.map(|answer| answer.map(drop))
         }
     };
@@ -140,6 +146,12 @@ async fn pair(case: Arc<Case>, program: PathBuf, n: usize, one: Try) -> Outcome 
     let replaced = CreateRequest { uid: OTHER_UID.to_owned(), ..case.request(&vm, HOST) };
     if one.other == Other::Replaces {
         until_served(&mut outcome, "Create for the other owner", SOON, || second.create(replaced.clone())).await;
+    }
+    if one.other == Other::Recreates {
+        match tokio::time::timeout(SOON, second.create(short)).await {
+            Ok(answer) => may_be(&mut outcome, "the other daemon's Create after its Delete", answer.map(drop)),
+            Err(_) => outcome.stuck.push(format!("the other daemon's Create is not answered within {SOON:?}")),
+        }
     }
     hold.let_go();
     match tokio::time::timeout(SOON, call).await {

@@ -9,7 +9,6 @@ use tokio::time::Instant;
 use super::Order;
 use super::answers::{busy, changed};
 use crate::config::{NetworkConfig, VirtType};
-use crate::domain::InstanceId;
 use crate::domain::document::Document;
 use crate::domain::mark::{self, Mark, Phase};
 use crate::domain::names;
@@ -155,7 +154,7 @@ impl Provider {
             Ok(()) => {}
             // active already
             Err(e) if e.is(code::OPERATION_INVALID) => {}
-            Err(e) => return Err(self.why_not_started(site, &id, e).await),
+            Err(e) => return Err(self.why_not_started(order, site, e).await),
         }
         failpoint!("create.after_start");
         let (state, marked) = tokio::join!(site.hv.domain_state(domain), async {
@@ -195,9 +194,15 @@ impl Provider {
     }
 
     /// libvirt answers most start failures with one code; what it could not find is looked for.
-    pub(super) async fn why_not_started(&self, site: &Site, id: &InstanceId, error: crate::hypervisor::CallError) -> ProviderError {
+    async fn why_not_started(&self, order: &Order, site: &Site, error: crate::hypervisor::CallError) -> ProviderError {
         if error.is(code::NO_DOMAIN) {
-            return changed(id).with_source(error);
+            return changed(&order.id()).with_source(error);
+        }
+        // both were there a moment ago: another daemon has taken one away
+        for volume in [order.name.overlay_volume(), order.name.seed_volume()] {
+            if site.hv.lookup_volume(&site.pool, &volume).await.is_err_and(|e| e.is(code::NO_STORAGE_VOL)) {
+                return changed(&order.id()).with_source(error);
+            }
         }
         // QEMU's own words, which no locale changes; domain capabilities say KVM is there when only its device file is
         if site.entry.virt_type == VirtType::Kvm && error.kind.to_string().to_ascii_lowercase().contains("kvm") {
