@@ -293,19 +293,9 @@ impl Provider {
 
     /// A complete instance that is shut off: its disks are checked, then it is started.
     async fn restart(&self, job: &Job, order: &Order, site: &Site, mark: &Mark, domain: &DomainRef) -> Result<Created> {
-        let id = order.id();
         match site.hv.lookup_volume(&site.pool, &order.name.overlay_volume()).await {
             Ok(_) => {}
-            Err(e) if e.is(code::NO_STORAGE_VOL) => {
-                let volumes = site.hv.list_volumes(&site.pool).await?;
-                mounted::require(&*site.hv, &site.host, &site.pool, &volumes).await?;
-                let message = format!(
-                    "instance {id} ran before and its disk {} is gone from pool {}; restore it, or delete the instance to have it made anew",
-                    order.name.overlay_volume(),
-                    site.host.pool
-                );
-                return Err(ProviderError::new(Reason::DiskLost, message));
-            }
+            Err(e) if e.is(code::NO_STORAGE_VOL) => return Err(self.without_disk(order, site, domain).await?),
             Err(e) => return Err(e.into()),
         }
         match site.hv.lookup_volume(&site.pool, &order.name.seed_volume()).await {
@@ -320,6 +310,32 @@ impl Provider {
         Ok(Created {
             instance: Instance::of(&order.at.entry.name, order.id(), mark.clone(), state, reason),
             outcome: CreateOutcome::Existing,
+        })
+    }
+
+    /// What a complete instance is whose disk is gone.
+    async fn without_disk(&self, order: &Order, site: &Site, domain: &DomainRef) -> Result<ProviderError> {
+        let id = order.id();
+        let volumes = site.hv.list_volumes(&site.pool).await?;
+        mounted::require(&*site.hv, &site.host, &site.pool, &volumes).await?;
+        let (disk, pool) = (order.name.overlay_volume(), &site.host.pool);
+        Ok(match self.mark_now(site, &id, domain).await? {
+            None => changed(&id),
+            Some(now) if now.phase != Phase::Ready => busy(&id),
+            // the end of a Create overwrites the mark of a Delete that is at work, which takes the domain next
+            Some(now) if now.is_fresh(jiff::Timestamp::now(), OTHERS_PATIENCE) => ProviderError::new(
+                Reason::StateChanged,
+                format!(
+                    "the disk {disk} of instance {id} is gone from pool {pool} within minutes of its Create: another daemon may be deleting the instance; call again"
+                ),
+            )
+            .retry_after(answers::BUSY_RETRY),
+            Some(_) => ProviderError::new(
+                Reason::DiskLost,
+                format!(
+                    "instance {id} ran before and its disk {disk} is gone from pool {pool}; restore it, or delete the instance to have it made anew"
+                ),
+            ),
         })
     }
 

@@ -154,11 +154,26 @@ impl Provider {
             Err(e) => return Err(e.into()),
         }
         failpoint!("delete.after_undefine");
+        removed.extend(self.remove_latecomers(site, name).await);
         Ok(removed)
     }
 
+    /// A Create of another daemon that was between two steps when the mark came may have made a volume after this Delete had
+    /// removed it. Not worth an error: the instance is gone, and what is left that Create removes, or a Delete by id.
+    async fn remove_latecomers(&self, site: &Site, name: &VmName) -> Vec<Removed> {
+        match self.remove_leftovers(site, name).await {
+            Ok(removed) => removed,
+            // the name was free for a moment: its next instance uses them
+            Err(e) if e.reason() == Reason::VolumeConflict => Vec::new(),
+            Err(e) => {
+                tracing::warn!(host = %site.host.name, name = %name, error = %e.chain(), "whether volumes came after the Delete could not be read");
+                Vec::new()
+            }
+        }
+    }
+
     /// The mark that a domain has after its Delete has begun; None once it is gone, an error if it is not ours any more.
-    async fn mark_now(&self, site: &Site, id: &InstanceId, domain: &DomainRef) -> Result<Option<Mark>> {
+    pub(super) async fn mark_now(&self, site: &Site, id: &InstanceId, domain: &DomainRef) -> Result<Option<Mark>> {
         match site.hv.domain_metadata(domain, mark::NAMESPACE).await {
             Err(e) if e.is(code::NO_DOMAIN) => Ok(None),
             element => require_mark(element?.as_deref(), id).map(Some),

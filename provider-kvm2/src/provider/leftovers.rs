@@ -7,6 +7,7 @@
 
 use std::time::Duration;
 
+use futures::future::join_all;
 use futures::{StreamExt, TryStreamExt, stream};
 use jiff::Timestamp;
 
@@ -65,9 +66,11 @@ impl Provider {
 /// What a provider made under the name and no domain uses; an error names what is not that.
 async fn leftovers(site: &Site, name: &VmName) -> Result<Vec<(RemovedKind, VolumeRef)>> {
     let hv = &*site.hv;
+    let names = [(RemovedKind::Overlay, name.overlay_volume()), (RemovedKind::Seed, name.seed_volume())];
+    let there = join_all(names.iter().map(|(_, volume)| hv.lookup_volume(&site.pool, volume))).await;
     let mut found = Vec::new();
-    for (kind, volume) in [(RemovedKind::Overlay, name.overlay_volume()), (RemovedKind::Seed, name.seed_volume())] {
-        let volume = match hv.lookup_volume(&site.pool, &volume).await {
+    for ((kind, _), volume) in names.into_iter().zip(there) {
+        let volume = match volume {
             Ok(volume) => volume,
             Err(e) if e.is(code::NO_STORAGE_VOL) => continue,
             Err(e) => return Err(e.into()),

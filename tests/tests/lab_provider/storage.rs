@@ -206,6 +206,15 @@ async fn a_paused_vm_is_reported_as_paused_and_neither_resumed_nor_destroyed() {
     assert_eq!(instance.state(), InstanceState::Provisioning);
 }
 
+/// As if the last attempt of a Create had been long ago.
+fn age(host: &Host, vm: &str) {
+    const OLD: &str = "2026-01-01T00:00:00Z";
+    let element = host.virsh(&["metadata", vm, NAMESPACE]);
+    let (before, rest) = element.split_once("attemptAt>").expect("the mark has an attempt");
+    let (_, after) = rest.split_once('<').expect("the element ends");
+    host.virsh(&["metadata", vm, NAMESPACE, "--key", "kvm2", "--set", &format!("{before}attemptAt>{OLD}<{after}")]);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stopped_vm_is_started_again_with_its_own_disk_and_a_lost_disk_is_an_error() {
     let Some(case) = Case::start("stopped", &[HOST]) else { return };
@@ -222,6 +231,9 @@ async fn a_stopped_vm_is_started_again_with_its_own_disk_and_a_lost_disk_is_an_e
     assert!(host.is_active(&vm));
     host.virsh(&["destroy", &vm]);
     host.virsh(&["vol-delete", &format!("{vm}.qcow2"), "--pool", "default"]);
+    // so soon after its Create a Delete of another daemon may be at work
+    refused(clients.create(case.request(&vm, HOST)).await, Reason::StateChanged);
+    age(host, &vm);
     refused(clients.create(case.request(&vm, HOST)).await, Reason::DiskLost);
     assert!(!host.is_active(&vm));
     let deleted = clients.delete(&id(&vm), &uid_of(&vm)).await.expect("deleted");

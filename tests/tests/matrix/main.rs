@@ -1,12 +1,13 @@
 //! Matrices of faults against the lab: each place crossed with each thing that can happen there.
 //!
 //! `tests/run` tries some points that stand for the others, `tests/matrix` all of them; each module ends with a line per
-//! try in the summary. `crash` and `pair` kill daemons, for which libvirtd may lock itself up, and keep to hv3; whatever
+//! try in the summary. `crash` and `pair` kill daemons, for which libvirtd may lock itself up, and keep to hv3, as `cross` does; whatever
 //! breaks a host keeps to hv1 and takes its turn; the rest is on hv2.
 
 mod bystander;
 mod cancel;
 mod crash;
+mod cross;
 mod handshake;
 mod hosts;
 mod limits;

@@ -5,16 +5,16 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use egress_provider_proto::v1::{CreateRequest, ErrorClass};
+use egress_provider_proto::v1::CreateRequest;
 use lab_tests::case::uid_of;
 use lab_tests::clients::seconds;
 use lab_tests::lab::Host;
 use lab_tests::summary::is_full;
-use lab_tests::{Case, Clients, Daemon, Hold, Outcome, Refusal, Summary, eventually, failpoints};
-use tonic::{Code, Status};
+use lab_tests::{Case, Clients, Hold, Outcome, Summary, failpoints};
+use tonic::Code;
 
 use crate::hosts;
-use crate::support::{AT_A_TIME, Found, delete, left_over, run_all, until_served, with_base};
+use crate::support::{AT_A_TIME, Found, delete, left_over, may_be, reached, run_all, until_served, whole, with_base};
 
 const HOST: &str = "hv3";
 /// Only tells what is stuck.
@@ -124,7 +124,7 @@ async fn pair(case: Arc<Case>, program: PathBuf, n: usize, one: Try) -> Outcome 
         })
     };
     match one.first {
-        First::Stands => reached(&a).await,
+        First::Stands => reached(&a, SOON).await,
         First::Dies => {
             if let Err(e) = a.ends(SOON).await {
                 return Outcome::wrong(format!("the place was not reached: {e}"));
@@ -200,30 +200,4 @@ async fn agree(outcome: &mut Outcome, case: &Case, host: &Host, entry: &str, vm:
         outcome.wrong.push("the second made another VM of it".to_owned());
     }
     whole(outcome, host, entry, vm);
-}
-
-/// A running VM that will be there after a shutdown, with its disk and its seed.
-fn whole(outcome: &mut Outcome, host: &Host, entry: &str, vm: &str) {
-    let info = host.try_virsh(&["dominfo", vm]).unwrap_or_default();
-    let persistent = info.lines().any(|line| line.starts_with("Persistent:") && line.ends_with("yes"));
-    let volumes = Found::on(host, entry, vm).volumes;
-    if !host.is_active(vm) || !persistent || volumes.len() != 2 {
-        outcome.wrong.push(format!("it is not whole: running {}, persistent {persistent}, volumes {volumes:?}", host.is_active(vm)));
-    }
-}
-
-fn may_be(outcome: &mut Outcome, who: &str, answer: Result<(), Status>) {
-    if let Err(e) = answer {
-        let refusal = Refusal::of(&e);
-        if refusal.reason.class() != ErrorClass::Transient {
-            outcome.wrong.push(format!("{who}: {}: {}", refusal.reason.wire_name(), refusal.message));
-        }
-    }
-}
-
-async fn reached(daemon: &Daemon) {
-    eventually("the daemon stands there", SOON, || async {
-        if daemon.log().contains("failpoint reached") { Ok(()) } else { Err("the daemon has not said so".to_owned()) }
-    })
-    .await;
 }

@@ -9,7 +9,7 @@ use egress_provider_proto::v1::{ErrorClass, ListByTagResponse};
 use lab_tests::case::uid_of;
 use lab_tests::lab::Host;
 use lab_tests::scratch::sha256_of;
-use lab_tests::{Case, Clients, Outcome, Refusal, Summary, Turn, lockup};
+use lab_tests::{Case, Clients, Daemon, Outcome, Refusal, Summary, Turn, eventually, lockup};
 use tokio::sync::{Mutex, Semaphore};
 use tokio::task::{JoinHandle, JoinSet};
 use tonic::{Code, Status};
@@ -231,4 +231,32 @@ pub(crate) async fn delete(outcome: &mut Outcome, clients: &Clients, host: &Host
         }
         Err(e) => outcome.wrong.push(format!("ListByTag: {}", e.message())),
     }
+}
+
+/// A running VM that will be there after a shutdown, with its disk and its seed.
+pub(crate) fn whole(outcome: &mut Outcome, host: &Host, entry: &str, vm: &str) {
+    let info = host.try_virsh(&["dominfo", vm]).unwrap_or_default();
+    let persistent = info.lines().any(|line| line.starts_with("Persistent:") && line.ends_with("yes"));
+    let volumes = Found::on(host, entry, vm).volumes;
+    if !host.is_active(vm) || !persistent || volumes.len() != 2 {
+        outcome.wrong.push(format!("it is not whole: running {}, persistent {persistent}, volumes {volumes:?}", host.is_active(vm)));
+    }
+}
+
+/// An answer that is OK or that says to come again.
+pub(crate) fn may_be(outcome: &mut Outcome, who: &str, answer: Result<(), Status>) {
+    if let Err(e) = answer {
+        let refusal = Refusal::of(&e);
+        if refusal.reason.class() != ErrorClass::Transient {
+            outcome.wrong.push(format!("{who}: {}: {}", refusal.reason.wire_name(), refusal.message));
+        }
+    }
+}
+
+/// The daemon stands at the failpoint that it was given.
+pub(crate) async fn reached(daemon: &Daemon, limit: Duration) {
+    eventually("the daemon stands there", limit, || async {
+        if daemon.log().contains("failpoint reached") { Ok(()) } else { Err("the daemon has not said so".to_owned()) }
+    })
+    .await;
 }

@@ -14,7 +14,7 @@ use crate::provider::jobs::{Job, Step, Terms};
 use crate::provider::sites::Site;
 
 /// Nothing else is known of when a busy name will be free.
-const BUSY_RETRY: Duration = Duration::from_secs(2);
+pub(super) const BUSY_RETRY: Duration = Duration::from_secs(2);
 /// A pull reports progress in seconds, not in milliseconds.
 const PULL_RETRY: Duration = Duration::from_secs(5);
 
