@@ -193,9 +193,13 @@ impl Belief {
         }
     }
 
-    /// This may be there as well.
-    pub fn may_also_be(&mut self, there: There) {
-        self.may_be.insert(there);
+    /// A hand may have undefined what did not run: its volumes are left, of which a half made or half removed one may have
+    /// had none.
+    pub fn may_have_lost_its_domain(&mut self) {
+        if self.may_be.iter().any(|there| matches!(there, There::Partial(_))) {
+            self.may_be.insert(There::Nothing);
+        }
+        self.may_be.insert(There::Volumes);
         self.spread();
     }
 
@@ -274,6 +278,18 @@ mod tests {
         belief.clone().saw(Seen::Owner(Uid::B)).expect_err("of another");
         belief.is(There::Nothing);
         belief.saw(Seen::Owner(Uid::A)).expect_err("risen");
+    }
+
+    #[test]
+    fn what_a_hand_takes_the_domain_of_leaves_its_volumes_if_it_had_them() {
+        let mut belief = complete();
+        belief.may_have_lost_its_domain();
+        belief.saw(Seen::NoDomain).expect("undefined");
+        belief.may_make(VM, Made::Created).expect_err("its volumes are in the way");
+        belief.is(There::Partial(VM));
+        belief.may_have_lost_its_domain();
+        belief.saw(Seen::NoDomain).expect("undefined");
+        belief.may_make(VM, Made::Created).expect("a Delete had taken its volumes");
     }
 
     #[test]

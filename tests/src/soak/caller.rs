@@ -433,12 +433,12 @@ impl Caller {
         match (hand, there) {
             (_, None) => {
                 belief.undefined_by_hand();
-                belief.may_also_be(There::Volumes);
+                belief.may_have_lost_its_domain();
                 belief.perhaps_suspended |= hand == Hand::Suspend;
                 return "virsh failed".to_owned();
             }
             (Hand::Undefine, Some((true, true))) => belief.undefined_by_hand(),
-            (_, Some((true, false))) => belief.may_also_be(There::Volumes),
+            (_, Some((true, false))) => belief.may_have_lost_its_domain(),
             _ => {}
         }
         match hand {

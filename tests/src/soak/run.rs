@@ -1,5 +1,6 @@
 //! One soak from its start to its report.
 
+use std::convert::Infallible;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
@@ -60,7 +61,11 @@ pub async fn run(options: &Options) -> Result<Option<Report>, String> {
     let steady = daemons[0].pid();
     let before = audit::figures(&course, steady).await?;
 
-    let players = play(&course, daemons, entry, options.length).await;
+    let players = tokio::select! {
+        players = play(&course, daemons, entry, options.length) => players,
+        never = tell(&course, options.length) => match never {},
+    };
+    eprintln!("soak: mending, deleting, and looking at what is left");
     let daemons = the_end(&course, players).await;
 
     for left in audit::left(&course).await {
@@ -129,6 +134,22 @@ async fn warm_up(course: &Arc<Course>) -> Result<(), String> {
         clients.check().await.map_err(|e| format!("Check: {}", e.message()))?;
     }
     Ok(())
+}
+
+/// Says every minute how far it is.
+async fn tell(course: &Course, length: Duration) -> Infallible {
+    let minutes = length.as_secs() / 60;
+    let of = if course.replay.is_some() { "of a replay".to_owned() } else { format!("of {minutes}") };
+    for minute in 1_u64.. {
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        let faults: usize = course.weather.counts().values().sum();
+        let report = course.report();
+        let calls: usize = report.calls.values().sum();
+        let (wrong, stuck) = (report.violations.len(), report.stuck.len());
+        drop(report);
+        eprintln!("soak: minute {minute} {of}, {calls} calls, {faults} faults, {wrong} violations, {stuck} stuck");
+    }
+    std::future::pending().await
 }
 
 /// Everybody acts until the time is up, or the replay is through.
