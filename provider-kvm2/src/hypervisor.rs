@@ -164,6 +164,9 @@ pub enum CallFailure {
     /// The sending side of an upload ended it; its own error tells why.
     #[error("the upload was aborted by its source")]
     SourceAborted,
+    /// Nothing was asked of the host, for a reason of this side's.
+    #[error("not asked: {why}")]
+    NotAsked { why: String },
     /// The answer broke a bound or a format; `what` says which.
     #[error("the host's answer is not usable: {what}")]
     BadAnswer { what: String },
@@ -174,7 +177,11 @@ impl CallError {
     pub fn code(&self) -> Option<i32> {
         match &self.kind {
             CallFailure::Libvirt { code, .. } => Some(*code),
-            CallFailure::LinkDead { .. } | CallFailure::Timeout { .. } | CallFailure::SourceAborted | CallFailure::BadAnswer { .. } => None,
+            CallFailure::LinkDead { .. }
+            | CallFailure::Timeout { .. }
+            | CallFailure::SourceAborted
+            | CallFailure::NotAsked { .. }
+            | CallFailure::BadAnswer { .. } => None,
         }
     }
 

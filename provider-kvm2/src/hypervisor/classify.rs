@@ -210,6 +210,10 @@ impl From<CallError> for ProviderError {
             CallFailure::SourceAborted => {
                 (Reason::ImageSourceBroken, None, format!("{call} to host {host} was ended by its source; see the source's own error"))
             }
+            // only guest agents are spared calls
+            CallFailure::NotAsked { .. } => {
+                (Reason::AddressUnreadable, None, format!("{call} was not asked of host {host}; try again later"))
+            }
             CallFailure::BadAnswer { .. } => {
                 (Reason::LibvirtError, None, format!("{call} on host {host} had an outcome that cannot be used"))
             }
@@ -322,6 +326,7 @@ mod tests {
     #[case(CallFailure::LinkDead { cause: "gone".to_owned() }, Reason::LinkLost)]
     #[case(CallFailure::Timeout { budget: Duration::from_secs(30) }, Reason::CallTimeout)]
     #[case(CallFailure::SourceAborted, Reason::ImageSourceBroken)]
+    #[case(CallFailure::NotAsked { why: "x".to_owned() }, Reason::AddressUnreadable)]
     #[case(CallFailure::BadAnswer { what: "x".to_owned() }, Reason::LibvirtError)]
     fn failures_without_an_answer_are_transient(#[case] kind: CallFailure, #[case] expected: Reason) {
         let e = ProviderError::from(CallError { host: "hv1".to_owned(), call: "upload", kind });

@@ -7,7 +7,7 @@
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -22,17 +22,23 @@ use crate::domain::state::RawState;
 use crate::link::state::LinkState;
 use crate::lock::KeyedLocks;
 
+mod agents;
 #[expect(unsafe_code, reason = "libvirt is a C library; this is the one place that calls it")]
 mod ffi;
 mod transfer;
 mod worker;
 
+use agents::Agents;
 pub use ffi::{Connection, LibvirtError};
 use ffi::{Domain, Object, Pool, Volume};
 use worker::{Fault, Lane, Worker};
 
 /// How long an orderly close may take before the transport is dropped.
 const ORDERLY_CLOSE: Duration = Duration::from_secs(1);
+
+/// A failure that took so long is an agent's silence: libvirtd waits for [`ffi::AGENT_SECONDS`], and says at once that
+/// one is not connected.
+const SILENT_AFTER: Duration = Duration::from_secs(ffi::AGENT_SECONDS as u64 - 1);
 
 /// How long a refresh waits for another job of the pool.
 const REFRESH_PATIENCE: Duration = Duration::from_secs(5);
@@ -51,6 +57,7 @@ pub struct LibvirtHypervisor {
     budgets: Budgets,
     connection: Mutex<Option<Connection>>,
     refreshes: KeyedLocks<String>,
+    agents: Arc<Agents>,
     outlook: Arc<dyn Outlook>,
 }
 
@@ -67,6 +74,7 @@ impl LibvirtHypervisor {
             budgets,
             connection: Mutex::new(Some(connection)),
             refreshes: KeyedLocks::default(),
+            agents: Arc::default(),
             outlook,
         }
     }
@@ -197,6 +205,7 @@ impl Hypervisor for LibvirtHypervisor {
     }
 
     async fn start_domain(&self, domain: &DomainRef) -> CallResult<()> {
+        self.agents.heard(domain.uuid);
         self.on("start_domain", &domain.handle, self.budgets.start, |d: &Domain| Ok(d.start()?)).await
     }
 
@@ -250,9 +259,26 @@ impl Hypervisor for LibvirtHypervisor {
     }
 
     async fn domain_interfaces(&self, domain: &DomainRef, source: AddressSource) -> CallResult<Vec<GuestInterface>> {
-        let lane = if source == AddressSource::Agent { Lane::Agent } else { Lane::Plain };
-        let read = move |d: &Domain| Ok(d.interfaces(source)?);
-        self.on_lane("domain_interfaces", lane, &domain.handle, self.budgets.call, read).await
+        const CALL: &str = "domain_interfaces";
+        if source != AddressSource::Agent {
+            return self.on(CALL, &domain.handle, self.budgets.call, move |d: &Domain| Ok(d.interfaces(source)?)).await;
+        }
+        let (agents, uuid) = (self.agents.clone(), domain.uuid);
+        if let Some(rest) = agents.rests(uuid) {
+            let why = format!("the guest agent was silent a moment ago and is left alone for {} s", rest.as_secs() + 1);
+            return Err(self.worker.error(CALL, CallFailure::NotAsked { why }));
+        }
+        let read = move |d: &Domain| {
+            let began = Instant::now();
+            let answer = d.interfaces(source);
+            if answer.is_err() && began.elapsed() >= SILENT_AFTER {
+                agents.silent(uuid)
+            } else {
+                agents.heard(uuid)
+            }
+            Ok(answer?)
+        };
+        self.on_lane(CALL, Lane::Agent, &domain.handle, self.budgets.call, read).await
     }
 
     async fn lookup_pool(&self, name: &str) -> CallResult<PoolRef> {

@@ -69,6 +69,7 @@ fn outcome(error: &CallError) -> &'static str {
         CallFailure::LinkDead { .. } => "link_dead",
         CallFailure::Timeout { .. } => "timeout",
         CallFailure::SourceAborted => "aborted",
+        CallFailure::NotAsked { .. } => "not_asked",
         CallFailure::BadAnswer { .. } => "bad_answer",
     }
 }

@@ -12,7 +12,7 @@ use crate::domain::names::NameFault;
 use crate::domain::state::{self, State, StateReason};
 use crate::domain::{InstanceId, VmName, host_xml, seen};
 use crate::error::{ProviderError, Reason, Result};
-use crate::hypervisor::{CallResult, DomainRef, HostId, Hypervisor, code};
+use crate::hypervisor::{CallFailure, CallResult, DomainRef, HostId, Hypervisor, code};
 
 /// Where a selector points, and whose instance the caller expects there.
 #[derive(Debug, Clone)]
@@ -218,6 +218,7 @@ async fn read_addresses(hv: &dyn Hypervisor, domain: &DomainRef, mac: &str) -> C
 fn keep_fatal<T>(result: CallResult<T>) -> CallResult<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
+        Err(e) if matches!(e.kind, CallFailure::NotAsked { .. }) => Ok(None),
         Err(e) if e.is(code::NO_DOMAIN) || e.code().is_none() => Err(e),
         Err(_) => Ok(None),
     }

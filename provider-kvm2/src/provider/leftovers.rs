@@ -2,8 +2,9 @@
 //! daemon that made volumes first.
 //!
 //! They carry no mark. So they are removed only for a caller that names the very
-//! instance, only if their content says that a provider made them, and only if no
-//! domain of the host uses them: a domain that was renamed keeps its files' names.
+//! instance, or where a Create and a Delete of it have just met; only if their content
+//! says that a provider made them, and only if no domain of the host uses them: a
+//! domain that was renamed keeps its files' names.
 
 use std::time::Duration;
 

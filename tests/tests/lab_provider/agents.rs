@@ -14,6 +14,8 @@ const BOOT_LIMIT: Duration = Duration::from_secs(300);
 const LIMIT: Duration = Duration::from_secs(60);
 /// Where the false agent takes its orders.
 const ORDERS: u16 = 8099;
+/// At two at a time and five seconds each they take longer than a call may.
+const CALLERS: usize = 16;
 /// More than any answer of an agent may cost the daemon.
 const MEMORY_KIB: u64 = 64 << 10;
 
@@ -21,6 +23,7 @@ const MEMORY_KIB: u64 = 64 << 10;
 const FALSE_AGENT: &str = r#"
 import http.server, json, os, threading, time
 mode = 'honest'
+asked = 0
 port = os.open('/dev/virtio-ports/org.qemu.guest_agent.0', os.O_RDWR)
 def say(data):
     while data:
@@ -29,6 +32,8 @@ def nic(i, n, ip):
     return {'name': 'e%d' % i, 'hardware-address': '02:00:00:00:%02x:%02x' % (i >> 8 & 255, i & 255),
             'ip-addresses': [{'ip-address-type': 'ipv4', 'ip-address': ip, 'prefix': 24}] * n}
 def answer(request):
+    global asked
+    asked += 1
     kind = request.get('execute')
     if mode == 'deaf':
         return
@@ -82,10 +87,11 @@ def serve():
 class Orders(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         global mode
-        mode = self.path.strip('/')
+        word = self.path.strip('/')
+        mode = mode if word == 'asked' else word
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(mode.encode())
+        self.wfile.write((str(asked) if word == 'asked' else word).encode())
 threading.Thread(target=serve, daemon=True).start()
 http.server.HTTPServer(('', 8099), Orders).serve_forever()
 "#;
@@ -143,10 +149,15 @@ async fn an_agent_that_is_silent_or_talks_nonsense_costs_its_own_guest_an_answer
     let order = |mode: &str| host.netexec(&["curl", "-fsS", "-m", "10", &format!("http://{ip}:{ORDERS}/{mode}")]);
     eventually("the false agent takes orders", BOOT_LIMIT, || std::future::ready(order("honest"))).await;
 
-    let before = Usage::of(daemon.pid()).resident_kib;
     let modes = ["deaf", "mute", "unsynced", "junk", "error", "shape", "huge", "texts", "many", "toomany", "honest"];
     for mode in modes {
         order(mode).unwrap_or_else(|e| panic!("{mode}: {e}"));
+        // one that has not asked it before: who was silent once is left alone for a while
+        daemon.kill();
+        daemon.restart().await;
+        let clients = daemon.clients();
+        clients.get(&id(&other), &uid_of(&other)).await.unwrap_or_else(|e| panic!("{mode}: another guest: {e:?}"));
+        let before = Usage::of(daemon.pid()).resident_kib;
         // as many as agents have places of a link, and one who wants something else of the host
         let asked: Vec<_> = (0..2)
             .map(|_| {
@@ -162,8 +173,33 @@ async fn an_agent_that_is_silent_or_talks_nonsense_costs_its_own_guest_an_answer
         assert!(resident < before + MEMORY_KIB, "{mode}: {before} KiB became {resident}");
     }
 
-    // H3: a daemon that has never seen the address does not say that there is none
     order("deaf").expect("the last order");
+    daemon.kill();
+    daemon.restart().await;
+    let clients = daemon.clients();
+    let asked = || order("asked").expect("a number").trim().parse::<u32>().expect("a number");
+    // more callers than a silent agent lets through within the budget of a call: whoever asks for anything else is served
+    let before = asked();
+    let callers: Vec<_> = (0..CALLERS)
+        .map(|_| {
+            let (clients, vm, ip) = (clients.clone(), vm.clone(), ip.clone());
+            tokio::spawn(async move { address_or_unreadable(&clients, &vm, &ip, "deaf").await })
+        })
+        .collect();
+    eventually("the agent is asked", LIMIT, || async { if asked() > before { Ok(()) } else { Err("not yet".to_owned()) } }).await;
+    refused(clients.get(&id("kt-agent-absent"), "").await, Reason::InstanceNotFound);
+    assert!(callers.iter().any(|call| !call.is_finished()), "it was answered only when the silent agent's callers were back");
+    clients.get(&id(&other), &uid_of(&other)).await.expect("another guest");
+    for call in callers {
+        let _ = call.await.unwrap_or_else(|e| panic!("deaf: {e}"));
+    }
+    let before = asked();
+    for _ in 0..3 {
+        let _ = address_or_unreadable(&clients, &vm, &ip, "left alone").await;
+    }
+    assert_eq!(asked(), before, "a silent agent is left alone for a while");
+
+    // H3: a daemon that has never seen the address does not say that there is none
     daemon.kill();
     daemon.restart().await;
     let clients = daemon.clients();

@@ -20,6 +20,7 @@ mod storage;
 mod stream;
 
 pub use connection::Connection;
+pub(super) use domain::AGENT_SECONDS;
 pub(super) use stream::OpenStream;
 
 /// `virErrorDomain` of libvirt's own RPC client: the connection, not the host, failed.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 use tokio_util::task::TaskTracker;
 
 use super::ffi::{Connection, LibvirtError};
@@ -18,6 +18,9 @@ const IN_FLIGHT: usize = 4;
 
 /// A guest agent may take its time; it must not take every place.
 const AGENT_CALLS: usize = 2;
+/// How long a call waits for such a place. When silent guests hold them the others go without their agents: most have
+/// an address that another source knows.
+const AGENT_PATIENCE: Duration = Duration::from_secs(3);
 
 #[derive(Debug, Clone)]
 pub(super) struct Worker {
@@ -85,12 +88,12 @@ impl Worker {
         work: impl FnOnce() -> Result<T, Fault> + Send + 'static,
     ) -> CallResult<T> {
         let deadline = Instant::now() + budget;
-        let timeout = || self.error(call, CallFailure::Timeout { budget });
+        let overrun = || self.error(call, CallFailure::Timeout { budget });
         let places = tokio::select! {
             biased;
             _ = self.state.died() => return Err(self.dead(call)),
-            places = self.places(lane) => places,
-            () = tokio::time::sleep_until(deadline) => return Err(timeout()),
+            places = self.places(lane) => places.map_err(|kind| self.error(call, kind))?,
+            () = tokio::time::sleep_until(deadline) => return Err(overrun()),
         };
         if !self.state.is_open() {
             return Err(self.dead(call));
@@ -127,14 +130,16 @@ impl Worker {
         }
     }
 
-    async fn places(&self, lane: Lane) -> (Option<OwnedSemaphorePermit>, Option<OwnedSemaphorePermit>) {
-        // the narrow gate first, so that a queue of agent calls holds no other place
+    async fn places(&self, lane: Lane) -> Result<(Option<OwnedSemaphorePermit>, Option<OwnedSemaphorePermit>), CallFailure> {
+        // the narrow gate first, so that a queue of agent calls holds no other place; the semaphores are never closed
         let agent = match lane {
             Lane::Plain => None,
-            // the semaphores are never closed
-            Lane::Agent => self.agent.clone().acquire_owned().await.ok(),
+            Lane::Agent => match timeout(AGENT_PATIENCE, self.agent.clone().acquire_owned()).await {
+                Ok(place) => place.ok(),
+                Err(_) => return Err(CallFailure::NotAsked { why: "the agents of other guests of the host hold every place".to_owned() }),
+            },
         };
-        (agent, self.all.clone().acquire_owned().await.ok())
+        Ok((agent, self.all.clone().acquire_owned().await.ok()))
     }
 
     /// Says whether an error is the host's answer or the end of the link.

@@ -1,6 +1,6 @@
 //! Calls on domains.
 
-use std::ffi::{c_int, c_uint};
+use std::ffi::c_uint;
 use std::ptr;
 
 use uuid::Uuid;
@@ -12,7 +12,7 @@ use crate::domain::state::RawState;
 use crate::hypervisor::code;
 
 /// What an agent may take for an answer, in seconds; a living one takes milliseconds.
-const AGENT_SECONDS: c_int = 5;
+pub(in crate::hypervisor::libvirt) const AGENT_SECONDS: u8 = 5;
 
 impl Domain {
     pub(in crate::hypervisor::libvirt) fn name(&self) -> LibvirtResult<String> {
@@ -115,7 +115,7 @@ impl Domain {
             // libvirtd waits for an agent's answer without end, and a guest's silence would cost the whole link; one that is
             // older than the call does without
             // SAFETY: the handle is live.
-            unsafe { sys::virDomainAgentSetResponseTimeout(self.raw(), AGENT_SECONDS, 0) };
+            unsafe { sys::virDomainAgentSetResponseTimeout(self.raw(), AGENT_SECONDS.into(), 0) };
         }
         let mut array: *mut sys::virDomainInterfacePtr = ptr::null_mut();
         // SAFETY: the handle is live, the out pointer too.
