@@ -193,7 +193,8 @@ impl Daemon {
     pub fn metrics_addr(&self) -> Option<SocketAddr> {
         let log = self.log();
         let line = log.lines().rev().find(|line| line.contains(SERVING_METRICS))?;
-        line.split_once("Some(")?.1.split(')').next()?.parse().ok()
+        // in a line of text or of JSON
+        line.split_once("address")?.1.trim_start_matches(['=', ':', '"']).split('"').next()?.parse().ok()
     }
 
     /// Some once the process has ended by itself.

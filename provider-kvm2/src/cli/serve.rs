@@ -174,13 +174,14 @@ pub async fn run_daemon(config: PathBuf, options: DaemonOptions, stop: impl Futu
         (None, Listen::Unix(path)) => Listener::unix(path).map_err(|e| Failure::of(Exit::Other, &e))?,
         (None, Listen::Tcp(address)) => Listener::tcp(*address).await.map_err(|e| Failure::of(Exit::Other, &e))?,
     };
+    let place = listener.place();
     let server = ContractServer::new(Arc::clone(&operations), metrics.clone(), options.serve.clone());
     let readiness = server.readiness();
     let probe = match options.metrics {
         None => None,
         Some(address) => {
             let probe = Probe::bind(address).await.map_err(|e| Failure::of(Exit::Other, &e).fact("address", address.to_string()))?;
-            tracing::info!(address = ?probe.local_addr(), "serving metrics");
+            tracing::info!(address = probe.local_addr().map(|a| a.to_string()), "serving metrics");
             Some(probe.serve(metrics, Arc::new(move || readiness.is_ready()), stopping.clone().cancelled_owned()))
         }
     };
@@ -190,7 +191,7 @@ pub async fn run_daemon(config: PathBuf, options: DaemonOptions, stop: impl Futu
             None => std::future::pending().await,
         }
     };
-    tracing::info!(listen = ?options.listen, "serving");
+    tracing::info!(listen = place, "serving");
     notify(&[NotifyState::Ready]);
 
     let stop = async {

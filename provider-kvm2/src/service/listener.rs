@@ -119,6 +119,19 @@ impl Listener {
         Ok(Some(Self { kind: Kind::Tcp(TcpListener::from_std(tcp).map_err(wrap)?), made: None }))
     }
 
+    /// Where callers find it: the path of a Unix socket, or address and port.
+    pub fn place(&self) -> String {
+        match &self.kind {
+            Kind::Unix(listener) => {
+                let address = listener.local_addr().ok();
+                // one of our own was bound under another name first
+                let path = self.made.as_ref().map(|made| &*made.path).or_else(|| address.as_ref()?.as_pathname());
+                path.map_or_else(|| "a socket without a name".to_owned(), |path| path.display().to_string())
+            }
+            Kind::Tcp(listener) => listener.local_addr().map_or_else(|_| "a socket without an address".to_owned(), |a| a.to_string()),
+        }
+    }
+
     /// Of a TCP listener.
     pub fn local_addr(&self) -> Option<SocketAddr> {
         match &self.kind {
@@ -244,6 +257,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("p.sock");
         let listener = Listener::unix(&path).expect("nothing is there");
+        assert_eq!(listener.place(), path.display().to_string());
         let meta = fs::symlink_metadata(&path).expect("it is there");
         assert_eq!(meta.permissions().mode() & 0o777, 0o600);
         assert_eq!(fs::read_dir(dir.path()).expect("readable").count(), 1, "nothing else is left behind");
