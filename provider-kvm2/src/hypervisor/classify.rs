@@ -211,8 +211,8 @@ impl From<CallError> for ProviderError {
                 (Reason::ImageSourceBroken, None, format!("{call} to host {host} was ended by its source; see the source's own error"))
             }
             // only guest agents are spared calls
-            CallFailure::NotAsked { .. } => {
-                (Reason::AddressUnreadable, None, format!("{call} was not asked of host {host}; try again later"))
+            CallFailure::NotAsked { why } => {
+                (Reason::AddressUnreadable, None, format!("{call} was not asked of host {host}: {why}; try again later"))
             }
             CallFailure::BadAnswer { .. } => {
                 (Reason::LibvirtError, None, format!("{call} on host {host} had an outcome that cannot be used"))

@@ -164,7 +164,7 @@ pub(super) async fn read_instance(
                 return Err(ProviderError::new(
                     Reason::AddressUnreadable,
                     format!(
-                        "the guest agent of running instance {id} has fallen silent, and no other source knows its addresses; they are unchanged as far as is known, ask again"
+                        "the guest agent of running instance {id} did not answer or could not be asked, and no other source knows its addresses; they are unchanged as far as is known, ask again"
                     ),
                 ));
             }

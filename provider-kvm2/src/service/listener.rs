@@ -128,7 +128,7 @@ impl Listener {
                 let path = self.made.as_ref().map(|made| &*made.path).or_else(|| address.as_ref()?.as_pathname());
                 path.map_or_else(|| "a socket without a name".to_owned(), |path| path.display().to_string())
             }
-            Kind::Tcp(listener) => listener.local_addr().map_or_else(|_| "a socket without an address".to_owned(), |a| a.to_string()),
+            Kind::Tcp(_) => self.local_addr().map_or_else(|| "a socket without an address".to_owned(), |a| a.to_string()),
         }
     }
 
